@@ -1,0 +1,1 @@
+"""Block layout, checksum, codecs and attention over blocks. Importing this package imports no torch."""

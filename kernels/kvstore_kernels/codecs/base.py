@@ -1,0 +1,260 @@
+"""What every codec does: write, read and copy the tokens of blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from kvstore_kernels.codecs.placement import check_writable, pieces, token_place
+from kvstore_kernels.codecs.plan import CodecPlan
+from kvstore_kernels.errors import LayoutError, PlanError, TableError
+from kvstore_kernels.layout import BlockLayout
+from kvstore_kernels.scratch import TILE_NUMBERS
+from kvstore_kernels.table import BlockPlace, BlockTable
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class RowTarget(NamedTuple):
+    """Where one row's fresh tokens go: the first `skip` positions are left padding and aren't stored, the token after
+    them goes to the row's token index `start`, the rest behind it. skip >= length stores nothing of the row.
+    """
+
+    skip: int
+    start: int
+
+
+class TokenCodes(NamedTuple):
+    """Codes of one token a row: k [rows, kv_heads, k_dim], v [rows, kv_heads, v_dim], scales [rows, kv_heads, 2]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class Codec(ABC):
+    """Turns K and V into a block's bytes and back, for one layout and one codec plan.
+
+    Invariants: a token's bytes depend on its own K and V, the layout and the plan only: not on other rows, nor on how
+    a sequence was cut into writes. Safe to use from several threads on different blocks.
+    """
+
+    name: ClassVar[str]
+    # Whether scores and weights must be multiplied by one scale per token (parts k_scales and v_scales).
+    scaled: ClassVar[bool]
+
+    def __init__(self, layout: BlockLayout, plan: CodecPlan) -> None:
+        if layout.codec != self.name:
+            raise LayoutError(f"layout of codec {layout.codec!r} given to codec {self.name!r}")
+        if plan.codec != self.name:
+            raise PlanError(f"codec plan of {plan.codec!r} given to codec {self.name!r}")
+        self.layout = layout
+        self.plan = plan
+        self.tile_blocks = max(
+            1, TILE_NUMBERS // (layout.kv_heads * max(layout.k_dim, layout.v_dim) * layout.block_tokens)
+        )
+        # Input numbers that were inf or NaN and were stored as if they were the channel's shift (0 for V), by layer.
+        self.nonfinite_by_layer = [0] * layout.layers
+
+    @property
+    def nonfinite(self) -> int:
+        """Input numbers that were inf or NaN, all layers together; each was stored as a harmless finite value."""
+        return sum(self.nonfinite_by_layer)
+
+    def write(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: BlockTable,
+        row_targets: Sequence[RowTarget | tuple[int, int]],
+    ) -> None:
+        """Stores one layer's fresh tokens: k [rows, kv_heads, L, k_dim], v [rows, kv_heads, L, v_dim].
+
+        float32, bfloat16 or float16, any strides; detached. `row_targets` has one RowTarget (or a (skip, start) pair)
+        a row. The table must have blocks for the tokens (capacity); its token counts are neither read nor changed.
+        Raises TableError past the row's blocks or on read-only memory, LayoutError on shapes or dtypes.
+        """
+        length = self._checked_length(layer, k, v, table, row_targets)
+        k, v = k.detach(), v.detach()
+        if length == 1:
+            self._append(layer, k, v, table, row_targets)
+            return
+        for row, (skip, start) in enumerate(row_targets):
+            if skip >= length:
+                continue
+            if skip < 0:
+                raise TableError(f"row {row} skips {skip} positions: expected 0 or more")
+            for slab, slot, blocks, inside, at, tokens in pieces(table, row, start, length - skip, self.tile_blocks):
+                check_writable(slab)
+                first = skip + at
+                views = slab.views(self.layout)[layer]
+                k_tile, v_tile = k[row, :, first : first + tokens], v[row, :, first : first + tokens]
+                for which, (codes, scales) in (
+                    ("k", self._encode_k(layer, k_tile)),
+                    ("v", self._encode_v(layer, v_tile)),
+                ):
+                    if blocks:
+                        self._store_blocks(views, which, slot, blocks, codes, scales)
+                    else:
+                        self._store_inside(views, which, slot, inside, codes, scales)
+
+    def read(
+        self, layer: int, table: BlockTable, row: int, start: int = 0, stop: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row's tokens [start, stop) (default: all), dequantized: float32 [kv_heads, n, k_dim] and [.., v_dim]."""
+        layout = self.layout
+        tokens = (table.tokens(row) if stop is None else stop) - start
+        k = torch.empty(layout.kv_heads, tokens, layout.k_dim)
+        v = torch.empty(layout.kv_heads, tokens, layout.v_dim)
+        for slab, slot, _, inside, at, count in pieces(table, row, start, tokens, 1):
+            views = {name: view[slot] for name, view in slab.views(layout)[layer].items()}
+            used = slice(inside, inside + count)
+            k[:, at : at + count] = views["k_codes"][:, used]
+            v[:, at : at + count] = views["v_codes"][:, :, used].transpose(1, 2)
+            if self.scaled:
+                k[:, at : at + count] *= views["k_scales"][:, used, None].float()
+                v[:, at : at + count] *= views["v_scales"][:, used, None].float()
+        return self._decoded_k(layer, k), v
+
+    def copy_tokens(self, src: BlockPlace, dst: BlockPlace, count: int) -> None:
+        """Copies the first `count` tokens of a block into another, code for code, all layers, K and V."""
+        if not 0 <= count <= self.layout.block_tokens:
+            raise TableError(f"count {count}: expected 0 to {self.layout.block_tokens}")
+        check_writable(dst.slab)
+        src.slab.check_slot(src.slot)
+        dst.slab.check_slot(dst.slot)
+        targets = dst.slab.block_views(self.layout)
+        for name, view in src.slab.block_views(self.layout).items():
+            # Tokens are the last axis of V codes and of scales, the last but one of K codes.
+            axis = -2 if name == "k_codes" else -1
+            source = view[src.slot].narrow(axis, 0, count)
+            targets[name][dst.slot].narrow(axis, 0, count).copy_(source)
+
+    @abstractmethod
+    def query_factor(self, layer: int, scaling: float) -> torch.Tensor | float:
+        """What a float32 query [kv_heads, n, k_dim] is multiplied by so that its product with codes is a score."""
+
+    @abstractmethod
+    def shift_scores(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor | None:
+        """What codes leave out of every score of a query [kv_heads, n, k_dim]: float32 [kv_heads, n, 1]; None: nothing.
+
+        It is the same for all tokens, so it matters only beside scores that are not made from codes (fresh
+        keys, sinks) and where the softmax doesn't see the score itself (soft-cap).
+        """
+
+    @abstractmethod
+    def _encode_k(self, layer: int, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """K [..., kv_heads, n, k_dim] -> codes of the same shape (any dtype that holds them) and scales [..., n, 1]."""
+
+    @abstractmethod
+    def _encode_v(self, layer: int, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """V [..., kv_heads, n, v_dim] -> codes of the same shape (any dtype that holds them) and scales [..., n, 1]."""
+
+    @abstractmethod
+    def _decoded_k(self, layer: int, k: torch.Tensor) -> torch.Tensor:
+        """Codes times scales [kv_heads, n, k_dim] -> K."""
+
+    def _append(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: BlockTable,
+        row_targets: Iterable[RowTarget | tuple[int, int]],
+    ) -> None:
+        """One token a row: all rows are encoded together, so that a decode step costs few operations."""
+        token = self._encode_token(layer, k, v)
+        for row, (skip, start) in enumerate(row_targets):
+            if skip > 0:
+                continue
+            if skip < 0 or not 0 <= start < table.capacity(row):
+                raise TableError(
+                    f"token {start} of row {row} (skip {skip}): its blocks hold {table.capacity(row)} tokens; "
+                    "append blocks first"
+                )
+            place = token_place(self.layout, table, row, start)
+            place.k[layer].copy_(token.k[row])
+            place.v[layer].copy_(token.v[row])
+            if place.scales is not None and token.scales is not None:
+                place.scales[layer].copy_(token.scales[row])
+
+    def _encode_token(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> TokenCodes:
+        """One token a row: k [rows, kv_heads, 1, k_dim] and v -> their codes."""
+        k_codes, k_scales = self._encode_k(layer, k)
+        v_codes, v_scales = self._encode_v(layer, v)
+        scales = None
+        if k_scales is not None and v_scales is not None:
+            scales = torch.cat((k_scales, v_scales), dim=2)[..., 0]
+        return TokenCodes(k_codes[:, :, 0], v_codes[:, :, 0], scales)
+
+    def _store_blocks(
+        self,
+        views: dict[str, torch.Tensor],
+        which: str,
+        slot: int,
+        blocks: int,
+        codes: torch.Tensor,
+        scales: torch.Tensor | None,
+    ) -> None:
+        size = self.layout.block_tokens
+        target = views[f"{which}_codes"].narrow(0, slot, blocks).transpose(0, 1)
+        if which == "v":
+            target = target.transpose(2, 3)
+        target.copy_(codes.view(codes.shape[0], blocks, size, codes.shape[2]))
+        if scales is not None:
+            target = views[f"{which}_scales"].narrow(0, slot, blocks).transpose(0, 1)
+            target.copy_(scales.view(-1, blocks, size))
+
+    def _store_inside(
+        self,
+        views: dict[str, torch.Tensor],
+        which: str,
+        slot: int,
+        inside: int,
+        codes: torch.Tensor,
+        scales: torch.Tensor | None,
+    ) -> None:
+        used = slice(inside, inside + codes.shape[1])
+        target = views[f"{which}_codes"][slot]
+        if which == "v":
+            target = target.transpose(1, 2)
+        target[:, used].copy_(codes)
+        if scales is not None:
+            views[f"{which}_scales"][slot, :, used].copy_(scales[:, :, 0])
+
+    def _checked_length(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        table: BlockTable,
+        row_targets: Sequence[RowTarget | tuple[int, int]],
+    ) -> int:
+        layout = self.layout
+        if not 0 <= layer < layout.layers:
+            raise LayoutError(f"layer {layer}: expected 0 to {layout.layers - 1}")
+        if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+            raise LayoutError(
+                f"k {tuple(k.shape)} and v {tuple(v.shape)}: expected [rows, kv_heads, L, head dim] of one rows and L"
+            )
+        rows, heads, length, k_dim = k.shape
+        if (heads, k_dim, v.shape[3]) != (layout.kv_heads, layout.k_dim, layout.v_dim):
+            raise LayoutError(
+                f"k {tuple(k.shape)} and v {tuple(v.shape)}: expected {layout.kv_heads} heads of dim {layout.k_dim} "
+                f"for K and {layout.v_dim} for V"
+            )
+        if rows != table.rows or rows != len(row_targets) or table.block_tokens != layout.block_tokens:
+            raise LayoutError(
+                f"{rows} rows of k, {table.rows} table rows of blocks of {table.block_tokens}, {len(row_targets)} "
+                f"targets: expected equal rows and blocks of {layout.block_tokens}"
+            )
+        self._check_dtypes(k.dtype, v.dtype)
+        return length
+
+    def _check_dtypes(self, k: torch.dtype, v: torch.dtype) -> None:
+        if k not in INPUT_DTYPES or v not in INPUT_DTYPES:
+            raise LayoutError(f"k is {k} and v is {v}: expected float32, bfloat16 or float16")
