@@ -1,0 +1,127 @@
+"""The command line `kvstore`."""
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, NoReturn
+
+import typer
+
+from kvstore import cli_admin, version
+from kvstore.config import ConfigurationError, StartError, load_config
+
+PROGRAMS = {
+    "demo": "Shows two workers sharing one document with a real model.",
+    "bench": "Runs the benchmarks.",
+}
+
+
+def serve(
+    address: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Path of the socket [default: below XDG_RUNTIME_DIR or /run].")
+    ] = None,
+    listen: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Also serve on TCP; loopback only.")] = None,
+    insecure: Annotated[
+        bool | None, typer.Option("--insecure", help="Let --listen leave loopback, unprotected.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device that holds the blocks [default: cpu].")] = None,
+    budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Hard limit, e.g. 4GiB [default: 4GiB].")] = None,
+    namespace_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Limit of each namespace [default: the whole budget].")
+    ] = None,
+    max_sessions: Annotated[int | None, typer.Option(help="Workers at a time [default: 64].")] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds that calls get at the stop [default: 10].")] = None,
+    session_grace: Annotated[
+        float | None, typer.Option(help="Seconds a TCP session outlives its stream [default: 10].")
+    ] = None,
+    json_logs: Annotated[bool | None, typer.Option("--json-logs", help="Log JSON lines.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [default: info].")] = None,
+    ready_fd: Annotated[int | None, typer.Option(help="Descriptor to write the addresses to when ready.")] = None,
+    exit_with_parent: Annotated[bool, typer.Option(help="Stop when the starting process dies.")] = False,
+) -> None:
+    """Runs the service until SIGTERM or Ctrl-C. Every option can be set as KVSTORE_<OPTION>, e.g. KVSTORE_BUDGET."""
+    from kvstore.log import configure_logging
+    from kvstore.supervisor.process import Supervisor
+
+    given = {
+        "address": address, "listen": listen, "insecure": insecure, "device": device, "budget": budget,
+        "namespace_budget": namespace_budget, "max_sessions": max_sessions, "grace": grace,
+        "session_grace": session_grace, "json_logs": json_logs, "log_level": log_level,
+    }  # fmt: skip
+    config = load_config(given, os.environ)
+    configure_logging("supervisor", as_json=config.json_logs, level=config.log_level)
+
+    if ready_fd is not None and not _is_open(ready_fd):
+        raise ConfigurationError(f"--ready-fd {ready_fd} is not open. Expected a descriptor inherited from the starter")
+
+    def announce(addresses: list[str]) -> None:
+        # Whoever asked may have stopped listening; that is no reason not to serve.
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.write(f"kvstore: serving on {' and '.join(addresses)}\n")
+            sys.stdout.flush()
+        if ready_fd is not None:
+            with os.fdopen(ready_fd, "wb", buffering=0) as ready:
+                ready.write("".join(f"{address}\n" for address in addresses).encode())
+
+    raise typer.Exit(Supervisor(config, announce=announce, watch_parent=exit_with_parent).run())
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def show_version() -> None:
+    """Prints the version."""
+    sys.stdout.write(f"kvstore {version()}\n")
+
+
+def build() -> typer.Typer:
+    """The whole command line."""
+    app = typer.Typer(
+        help="A cache service that holds quantized KV blocks and shares them between model workers.",
+        epilog="Example: kvstore serve --address /run/kvstore/kvstore.sock --budget 4GiB",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    example = "Example: kvstore serve --address /tmp/kv/kvstore.sock --budget 2GiB --listen 127.0.0.1:7400"
+    app.command(epilog=example)(serve)
+    app.command("version", epilog="Example: kvstore version")(show_version)
+    cli_admin.add_commands(app)
+    # These parse their own options and are imported only when called.
+    for name, purpose in PROGRAMS.items():
+        if importlib.util.find_spec(f"kvstore.{name}") is not None:
+            app.command(
+                name,
+                add_help_option=False,
+                context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+                help=purpose,
+                epilog=f"Example: kvstore {name} --help",
+            )(_program(f"kvstore.{name}.cli"))
+    return app
+
+
+def _program(module: str) -> Callable[[typer.Context], None]:
+    def run(context: typer.Context) -> None:
+        raise typer.Exit(importlib.import_module(module).main(context.args))
+
+    return run
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Entry point: the user's own mistakes end in one line on stderr and a non-zero exit code."""
+    try:
+        build()(arguments)
+    except StartError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)

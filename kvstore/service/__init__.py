@@ -1,0 +1,1 @@
+"""The gRPC services: from protobuf to the store and back."""
