@@ -1,0 +1,172 @@
+"""Makes blocks visible, in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvstore_proto.v1 import blocks_pb2 as pb
+
+from kvstore_client.blocks import Block, CommitEntry, Origin
+from kvstore_client.core import Core
+from kvstore_client.errors import BadReplyError, KVStoreError, ServiceUnavailableError
+from kvstore_client.holdings import Debt, Holdings
+from kvstore_client.meter import Meter
+from kvstore_client.namespace import Namespace
+from kvstore_client.transports.base import SlotRef, checksum_of
+
+if TYPE_CHECKING:
+    from kvstore_client.link import Link
+    from kvstore_client.namespace import Registration
+
+_BLOCKS_A_CALL = 1024
+
+
+class CommitJob:
+    """Checksums, then (for blocks that don't lie in the service's memory) a copy into reserved slots, then Commit.
+
+    Invariants: a block's bytes are summed before the service hears of it; slots for copies belong to the job from its
+    construction on and are given back whatever happens; the request's local blocks are held until the job ends or is
+    dropped.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        namespace: Namespace,
+        holdings: Holdings,
+        meter: Meter,
+        targets: dict[bytes, tuple[int, SlotRef]],
+        entries: Sequence[CommitEntry],
+    ) -> None:
+        """`targets`: slots reserved for digests whose blocks lie elsewhere, by (epoch, slot)."""
+        self._core = core
+        self._namespace = namespace
+        self._holdings = holdings
+        self._meter = meter
+        distinct: dict[bytes, CommitEntry] = {}
+        for entry in entries:
+            if entry.block.origin is not Origin.LEASED:
+                distinct.setdefault(entry.digest, entry)
+        self._entries = list(distinct.values())
+        self._reading: list[Block] = [e.block for e in self._entries]
+        holdings.begin_reading(self._reading)
+        # Now, not when the job runs: by then the request may be closed and its slots on their way back.
+        self._claimed: dict[bytes, tuple[int, SlotRef]] = {}
+        for entry in self._entries:
+            epoch, ref = targets.pop(entry.digest, (0, SlotRef(0, 0, 0)))
+            if epoch and holdings.remove(epoch, ref):
+                self._claimed[entry.digest] = (epoch, ref)
+
+    def run(self) -> None:
+        """Commits. What the service does not take stays private to the request."""
+        try:
+            routed = self._core.route(self._namespace)
+            if isinstance(routed, str):
+                self._drop_all(routed)
+            else:
+                self._commit(*routed)
+        except ServiceUnavailableError:
+            self._drop_all("service-silent")
+        except KVStoreError as error:
+            self._drop_all("refused")
+            self._core.notices.warn("commit-refused", f"blocks were not committed: {error}")
+        finally:
+            self._end(self._core.owe)
+
+    def drop(self) -> None:
+        """The queue was full."""
+        self._drop_all("queue-full")
+        self._end(self._core.give_back)
+
+    def _drop_all(self, reason: str) -> None:
+        self._meter.add(commits_dropped=len(self._entries))
+        self._meter.note(reason)
+        self._entries = []
+
+    def _end(self, give_back: Callable[[dict[int, Debt]], None]) -> None:
+        claimed, self._claimed = self._claimed, {}
+        for epoch, ref in claimed.values():
+            give_back({epoch: Debt(slots={ref})})
+        reading, self._reading = self._reading, []
+        self._holdings.end_reading(reading)
+
+    def _commit(self, link: Link, registration: Registration) -> None:
+        layout = self._namespace.layout
+        placed: list[tuple[CommitEntry, SlotRef]] = []
+        elsewhere: list[CommitEntry] = []
+        for entry in self._entries:
+            block = entry.block
+            if block.origin is Origin.PRIVATE and block.epoch == link.epoch:
+                placed.append((entry, SlotRef(block.slab_id, block.slot, block.generation)))
+            else:
+                elsewhere.append(entry)
+        borrowed: set[SlotRef] = set()
+        try:
+            moves = self._find_room(link, registration, elsewhere, borrowed)
+            sums = {e.digest: checksum_of(e.block, layout) for e, _ in placed + moves}
+            if moves:
+                sent = link.transport.send(link, layout, [(entry.block, ref) for entry, ref in moves])
+                self._meter.add(bytes_sent=sent)
+            # In the order they came: parents first.
+            order = {e.digest: i for i, e in enumerate(self._entries)}
+            everything = sorted(placed + moves, key=lambda item: order[item[0].digest])
+            for first in range(0, len(everything), _BLOCKS_A_CALL):
+                self._call(link, registration, everything[first : first + _BLOCKS_A_CALL], sums)
+        finally:
+            self._core.owe({link.epoch: Debt(slots=borrowed)})
+
+    def _find_room(
+        self, link: Link, registration: Registration, entries: list[CommitEntry], borrowed: set[SlotRef]
+    ) -> list[tuple[CommitEntry, SlotRef]]:
+        """Slots to copy blocks to: those claimed, and new ones, which go into `borrowed`."""
+        moves: list[tuple[CommitEntry, SlotRef]] = []
+        missing: list[CommitEntry] = []
+        for entry in entries:
+            epoch, ref = self._claimed.get(entry.digest, (0, SlotRef(0, 0, 0)))
+            if epoch == link.epoch:
+                moves.append((entry, ref))
+            else:
+                missing.append(entry)
+        if missing:
+            refs, reply = self._core.reserve(link, registration, [e.digest for e in missing], 0, probe=True)
+            borrowed.update(refs)
+            wanted = [s != pb.RESERVE_STATUS_COMMITTED for s in reply.statuses]
+            moves.extend((e, ref) for e, ref, want in zip(missing, refs, wanted, strict=False) if want)
+            short = sum(wanted[len(refs) :])
+            if short:
+                self._meter.add(commits_dropped=short)
+                self._meter.note(reply.short_reason or "service-full")
+            self._meter.add(commits_lost=len(wanted) - sum(wanted))
+        return moves
+
+    def _call(
+        self,
+        link: Link,
+        registration: Registration,
+        items: list[tuple[CommitEntry, SlotRef]],
+        sums: dict[bytes, int],
+    ) -> None:
+        request = pb.CommitRequest(
+            namespace_id=registration.namespace_id,
+            slab_ids=[ref.slab_id for _, ref in items],
+            slots=[ref.slot for _, ref in items],
+            generations=[ref.generation for _, ref in items],
+            digests=b"".join(entry.digest for entry, _ in items),
+            parents=b"".join(entry.parent for entry, _ in items),
+            checksums=[sums[entry.digest] for entry, _ in items],
+        )
+        reply: pb.CommitResponse = link.call(
+            "Commit", link.blocks.Commit, request, self._core.config.control_timeout_s, probe=True
+        )
+        if len(reply.committed) != len(items):
+            raise BadReplyError(f"Commit answered {len(reply.committed)} results for {len(items)} blocks")
+        won = 0
+        for (_, ref), committed in zip(items, reply.committed, strict=True):
+            if committed:
+                won += 1
+                # This process summed the bytes itself: no need to do so again at its first lease.
+                link.verified[ref.slab_id, ref.slot] = ref.generation
+        self._meter.add(blocks_committed=won, commits_lost=len(items) - won)
+        done = {entry.digest for entry, _ in items}
+        self._entries = [e for e in self._entries if e.digest not in done]

@@ -1,0 +1,334 @@
+"""attach() and what it returns: one model that generates through one store."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvstore_client.hook import attention
+from kvstore_client.hook.cache import KVStoreCache
+from kvstore_client.hook.calibration import calibrate
+from kvstore_client.hook.errors import AttachError, UnsupportedInputError
+from kvstore_client.hook.fingerprint import Fingerprint
+from kvstore_client.hook.generate import run_generate
+from kvstore_client.hook.plan import ModelPlan, check_ready, model_plan
+from kvstore_client.hook.prefix import open_cache
+from kvstore_client.hook.prompt import Prompt, positions_of, read_prompt
+from kvstore_client.hook.report import HitReport
+from kvstore_client.hook.selfcheck import layout_of, self_check
+from kvstore_client.hook.versions import check_transformers
+from kvstore_client.namespace import ModelIdentity, Namespace, Shard
+
+if TYPE_CHECKING:
+    from kvstore_kernels.codecs.plan import CodecPlan
+
+    from kvstore_client.hook.seam import StoreLike
+
+_REPORTS_KEPT = 256
+_PREWARM_CHUNK = 2048
+_RATE_WEIGHT = 0.3
+# Shorter prefills are mostly overhead and say little about a long one.
+_RATE_TOKENS = 128
+_lock = threading.Lock()
+_attached: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
+
+
+class Attachment:
+    """A model that generates through a store, until detach() or the end of a `with`.
+
+    Invariants: the model's class is untouched; what attach set on the instance and its config, detach puts back; all
+    state of a request is in its cache, so threads may generate at the same time.
+    """
+
+    def __init__(
+        self,
+        store: StoreLike,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        codec: str,
+        commit: str,
+        fallback: str,
+        salt: bytes,
+        plan: ModelPlan,
+    ) -> None:
+        self.store = store
+        self.model = model
+        self.tokenizer = tokenizer
+        self.codec = codec
+        self.commit = commit
+        self.fallback = fallback
+        self.salt = salt
+        self.plan = plan
+        self.reports: deque[HitReport] = deque(maxlen=_REPORTS_KEPT)
+        self.tokens_per_s: float | None = None
+        self._lock = threading.Lock()
+        self._fingerprint = Fingerprint(model)
+        self._namespace: Namespace | None = None
+        self._fields: dict[str, Any] = {}
+        self._detached = False
+
+    # -- identity ---------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> bytes:
+        """The model's fingerprint now, 32 bytes; cheap while the weights stay."""
+        return self._fingerprint.check()
+
+    def namespace(self) -> Namespace:
+        """Where this model's blocks are held; another one after its weights changed."""
+        with self._lock:
+            value = self._fingerprint.check()
+            if self._namespace is None or self._namespace.identity.fingerprint != value:
+                identity = ModelIdentity(
+                    fingerprint=value,
+                    model_name=self.plan.name,
+                    codec=self.codec,
+                    layout=layout_of(self.plan, self.codec),
+                    shard=Shard(self.plan.layer_group, 0, self.plan.kv_heads),
+                )
+                self._namespace = self.store.namespace_for(identity, self._make_plan)
+            return self._namespace
+
+    def _make_plan(self) -> CodecPlan:
+        began = time.monotonic()
+        plan = calibrate(self.model, self.plan, self.codec, self.tokenizer)
+        if self.codec != "passthrough":
+            self.observe_rate(1024, time.monotonic() - began)
+        return plan
+
+    def weights_changed(self) -> None:
+        """Hashes all weights again. Needed after sparse edits through `.data`, which leave no other trace."""
+        self._fingerprint.refresh()
+
+    # -- requests ---------------------------------------------------------------------------------------------
+
+    def open_cache(self, prompt: Prompt, *, repeats: int = 1, keep_last: bool = True) -> KVStoreCache:
+        """A cache with what the store holds of the prompt."""
+        return open_cache(
+            self.store,
+            self.namespace(),
+            prompt,
+            repeats=repeats,
+            keep_last=keep_last,
+            tokens_per_s=self.tokens_per_s,
+            salt=self.salt,
+        )
+
+    def cache(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> KVStoreCache:
+        """A cache filled with the held prefix of input_ids [rows, tokens] (left-padded), for those who pass
+        `past_key_values` themselves: to generate() with the whole ids, or to model(...) with the ids behind
+        `get_seq_length()`. What a loop of one's own computes is not committed. close() it, or use `with`.
+        """
+        check_ready(self.model)
+        cache = self.open_cache(read_prompt(input_ids, attention_mask))
+        assert cache.report is not None
+        self.record(cache.report)
+        return cache
+
+    def prewarm(self, text_or_ids: str | Sequence[int] | torch.Tensor, *, pin: bool = False) -> HitReport:
+        """Computes and commits the full blocks of a text that aren't held yet; `pin` keeps them from eviction."""
+        check_ready(self.model)
+        ids = self._ids_of(text_or_ids)
+        size = layout_of(self.plan, self.codec).block_tokens
+        full = ids.shape[1] // size * size
+        if not full:
+            raise UnsupportedInputError(
+                f"text shorter than a block ({ids.shape[1]} tokens < {size}): there is nothing to share"
+            )
+        prompt = read_prompt(ids[:, :full], None)
+        began = time.monotonic()
+        with self.open_cache(prompt, keep_last=False) as cache:
+            state, report = cache.state, cache.report
+            assert report is not None
+            state.armed = True
+            while state.length < full:
+                first, last = state.length, min(full, state.length + _PREWARM_CHUNK)
+                self.forward(ids[:, first:last], None, positions_of([0], first, last), cache)
+            report.prefill_tokens = report.prompt_tokens - report.reused_tokens
+            report.prefill_ms = (time.monotonic() - began) * 1e3 - report.match_ms
+            report.committed_blocks = state.committed
+            report.traffic = state.pool.request.report()
+            if state.committed and not self.store.flush():
+                report.warn("the commits are not through yet")
+            if pin and not self.store.pin(state.pool.namespace, state.rows[0].chain[-1]):
+                report.warn("not pinned: the service is absent")
+        self.record(report)
+        return report
+
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: KVStoreCache
+    ) -> None:
+        """One pass over new tokens [rows, n] for their K and V only."""
+        arguments: dict[str, Any] = {"logits_to_keep": 1} if self._takes_logits_to_keep() else {}
+        with torch.no_grad():
+            self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **arguments,
+            )
+
+    def record(self, report: HitReport) -> None:
+        """Keeps a report, and learns from it how fast this worker computes a prompt."""
+        self.reports.append(report)
+        self.store.record_report(report)
+        if report.prefill_tokens >= _RATE_TOKENS and report.prefill_ms > 0:
+            self.observe_rate(report.prefill_tokens, report.prefill_ms / 1e3)
+
+    def observe_rate(self, tokens: int, seconds: float) -> None:
+        """One more measurement of prefill speed."""
+        if seconds > 0:
+            rate, known = tokens / seconds, self.tokens_per_s
+            self.tokens_per_s = rate if known is None else known + _RATE_WEIGHT * (rate - known)
+
+    def _ids_of(self, text_or_ids: str | Sequence[int] | torch.Tensor) -> torch.Tensor:
+        if isinstance(text_or_ids, str):
+            if self.tokenizer is None:
+                raise UnsupportedInputError("prewarm of a text needs the tokenizer: attach(model, tokenizer)")
+            text_or_ids = self.tokenizer(text_or_ids)["input_ids"]
+        ids = torch.as_tensor(text_or_ids, dtype=torch.int64)
+        ids = ids.view(1, -1) if ids.dim() == 1 else ids
+        if ids.dim() != 2 or ids.shape[0] != 1:
+            raise UnsupportedInputError(f"ids of shape {tuple(ids.shape)}; prewarm takes one sequence at a time")
+        return ids
+
+    def _takes_logits_to_keep(self) -> bool:
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    # -- the model --------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Puts our methods on the model's instance. For attach()."""
+        attention.install(self.model.config)
+        kind: Any = type(self.model)
+        self._set("generate", types.MethodType(_generate(kind.generate), self.model))
+        prepare = _prepare_inputs(kind.prepare_inputs_for_generation)
+        self._set("prepare_inputs_for_generation", types.MethodType(prepare, self.model))
+
+    def _set(self, name: str, value: Any) -> None:
+        if name in self.model.__dict__:
+            raise AttachError(f"{self.plan.name} has a {name} of its own on the instance: remove it before attach()")
+        self._fields[name] = value
+        self.model.__dict__[name] = value
+
+    def uninstall(self) -> None:
+        """Takes them off again."""
+        for name, value in self._fields.items():
+            if self.model.__dict__.get(name) is value:
+                del self.model.__dict__[name]
+        attention.uninstall(self.model.config)
+
+    def detach(self) -> None:
+        """Puts the model back as it was. Idempotent. Caches that are still open stay readable, but can't generate."""
+        with _lock:
+            if self._detached:
+                return
+            self._detached = True
+            self.uninstall()
+            _attached.pop(self.model, None)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        return f"Attachment({self.plan.name!r}, codec={self.codec!r}, detached={self._detached})"
+
+
+def _generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    # A method, so that a deep copy of the model gets it bound to itself, finds no attachment, and runs as stock.
+    @functools.wraps(stock)
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        attachment = _attached.get(self)
+        bound = functools.partial(stock, self)
+        return bound(*args, **kwargs) if attachment is None else run_generate(attachment, bound, args, kwargs)
+
+    return generate
+
+
+def _prepare_inputs(stock: Callable[..., Any]) -> Callable[..., Any]:
+    # Assisted generation passes the whole prompt in its first pass, whatever the cache holds.
+    @functools.wraps(stock)
+    def prepare_inputs_for_generation(self: PreTrainedModel, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if not args and kwargs.get("next_sequence_length") is None and isinstance(cache, KVStoreCache):
+            state = cache.state
+            if state.full_ids_next and 0 < state.length < input_ids.shape[1]:
+                kwargs["next_sequence_length"] = input_ids.shape[1] - state.length
+        return stock(self, input_ids, *args, **kwargs)
+
+    return prepare_inputs_for_generation
+
+
+def attach(
+    store: StoreLike,
+    model: PreTrainedModel,
+    tokenizer: Any = None,
+    *,
+    codec: str = "int8",
+    commit: str = "prompt",
+    fallback: str = "local",
+    compile: str = "never",  # noqa: A002  the name that design and documents use
+    salt: bytes = b"",
+) -> Attachment:
+    """Lets a model's plain `generate(...)` use the store. Takes about a second: hashes the weights, calibrates the
+    codec unless somebody did, and compares logits with the native cache.
+
+    codec: "int8", or "passthrough" (exact bytes). commit: "prompt", or "all" (answers too). fallback: what a request
+    does when not even local blocks are left: "local" raises LocalBudgetExceeded, "native" runs it on the model's
+    own cache if that shows before the first token. salt: keeps apart what otherwise would be shared.
+    Raises UnsupportedVersionError, UnsupportedModelError, SelfCheckError, AttachError.
+    """
+    for name, value, allowed in (
+        ("codec", codec, ("int8", "passthrough")),
+        ("commit", commit, ("prompt", "all")),
+        ("fallback", fallback, ("local", "native")),
+        ("compile", compile, ("never",)),
+    ):
+        if value not in allowed:
+            raise AttachError(f"{name}={value!r}; this version takes {' or '.join(map(repr, allowed))}")
+    check_transformers()
+    with _lock:
+        existing = _attached.get(model) if isinstance(model, PreTrainedModel) else None
+        if existing is not None:
+            return _same(existing, store, codec=codec, commit=commit, fallback=fallback, salt=salt)
+        plan = model_plan(model)
+        attachment = Attachment(
+            store, model, tokenizer, codec=codec, commit=commit, fallback=fallback, salt=salt, plan=plan
+        )
+        # First on the stock attention: it finds out the real shapes.
+        attachment.namespace()
+        attachment.install()
+        try:
+            self_check(model, plan)
+        except BaseException:
+            attachment.uninstall()
+            raise
+        _attached[model] = attachment
+    return attachment
+
+
+def _same(existing: Attachment, store: StoreLike, **options: Any) -> Attachment:
+    if existing.store is not store:
+        raise AttachError(f"{existing.plan.name} is attached to another store: detach() it first")
+    for name, value in options.items():
+        if getattr(existing, name) != value:
+            raise AttachError(
+                f"{existing.plan.name} is attached with {name}={getattr(existing, name)!r}, not {value!r}: "
+                "detach() it first"
+            )
+    return existing

@@ -1,0 +1,169 @@
+"""The identity of a model: everything its K and V depend on besides the tokens."""
+
+# ruff: noqa: SLF001  torch has no public name for a tensor's version, and its public walks are ten times slower
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvstore_client.hook.errors import UnsupportedModelError
+
+FINGERPRINT_BYTES = 32
+_DOMAIN = b"kvstore.model.1"
+# Neither changes what the model computes.
+_VOLATILE = (
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "_attn_implementation",
+    "torch_dtype",
+    "use_cache",
+)
+_CHUNK = 16 << 20
+_SAMPLES = 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Key = tuple[int, int, tuple[int, ...], torch.dtype]
+
+
+def _tensors(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    named: list[tuple[str, torch.Tensor]] = [
+        ("p:" + name, tensor) for name, tensor in model.named_parameters(remove_duplicate=False)
+    ]
+    named += [("b:" + name, tensor) for name, tensor in model.named_buffers(remove_duplicate=False)]
+    return named
+
+
+def _canonical_config(model: PreTrainedModel) -> bytes:
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+    return json.dumps(config, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _adapters(model: PreTrainedModel) -> bytes:
+    # PEFT's layers share their weights with the module; which of them take part is a plain attribute.
+    active = [
+        [name, str(module.active_adapter), bool(getattr(module, "disable_adapters", False))]
+        for name, module in model.named_modules()
+        if _is_adapter(module)
+    ]
+    return json.dumps(active, separators=(",", ":")).encode()
+
+
+def _is_adapter(module: torch.nn.Module) -> bool:
+    # On the type: an attribute that a module lacks costs an exception.
+    return hasattr(type(module), "active_adapter")
+
+
+def _glance(model: PreTrainedModel) -> list[tuple[object, ...]]:
+    """What changes with every ordinary edit of the weights, in a few hundred microseconds."""
+    seen: list[tuple[object, ...]] = []
+    for module in model.modules():
+        for group in (module._parameters, module._buffers):
+            seen.extend((tensor.data_ptr(), tensor._version) for tensor in group.values() if tensor is not None)
+        if _is_adapter(module):
+            seen.append((str(module.active_adapter), bool(getattr(module, "disable_adapters", False))))
+    return seen
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    return tensor.data_ptr(), tensor._version, tuple(tensor.shape), tensor.dtype
+
+
+def _hash_tensor(tensor: torch.Tensor) -> bytes:
+    hasher = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+    hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    plain = tensor.detach()
+    if plain.is_meta:
+        raise UnsupportedModelError("a parameter lies on the meta device: load the model's weights before attach()")
+    data: Any = plain.contiguous().reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+    for start in range(0, len(data), _CHUNK):
+        # hashlib lets other threads run while it works on a chunk.
+        hasher.update(data[start : start + _CHUNK])
+    return hasher.digest()
+
+
+class Fingerprint:
+    """A model's fingerprint, and the cheap check that it still holds.
+
+    Invariants: `value` was computed from all bytes of all parameters and buffers that `_seen` describes; a tensor is
+    hashed again only if its version, address, shape or sample changed. Safe from several threads.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, threads: int | None = None) -> None:
+        self._model = model
+        self._threads = threads or min(8, os.cpu_count() or 1)
+        self._lock = threading.Lock()
+        self._hashes: dict[_Key, bytes] = {}
+        self._seen: list[tuple[object, ...]] = []
+        self._views: list[list[torch.Tensor]] = []
+        self._sample: list[torch.Tensor] = []
+        self.value = b""
+        self.refresh()
+
+    def refresh(self) -> bytes:
+        """Hashes every byte again; returns the new value."""
+        with self._lock:
+            self._hashes.clear()
+            return self._compute()
+
+    def check(self) -> bytes:
+        """The current value: the known one unless a version, address, shape or sample changed."""
+        with self._lock:
+            if _glance(self._model) == self._seen:
+                if all(map(torch.equal, _sample(self._views), self._sample)):
+                    return self.value
+                # Changed behind the version counter's back (.data): the hashes by version say nothing.
+                self._hashes.clear()
+            return self._compute()
+
+    def _compute(self) -> bytes:
+        tensors = _tensors(self._model)
+        wanted = {_key(tensor): tensor for _, tensor in tensors}
+        missing = [(key, tensor) for key, tensor in wanted.items() if key not in self._hashes]
+        # Largest first, so that the threads end together.
+        missing.sort(key=lambda item: -item[1].numel() * item[1].element_size())
+        with ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="kvstore-hash") as pool:
+            digests = list(pool.map(_hash_tensor, [tensor for _, tensor in missing]))
+        self._hashes.update(zip((key for key, _ in missing), digests, strict=True))
+        self._hashes = {key: self._hashes[key] for key in wanted}
+
+        hasher = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+        kind = type(self._model).__name__.encode()
+        for part in (_DOMAIN, kind, _canonical_config(self._model), _adapters(self._model)):
+            hasher.update(struct.pack("<Q", len(part)) + part)
+        for name, tensor in sorted(tensors, key=lambda item: item[0]):
+            encoded = name.encode()
+            hasher.update(struct.pack("<Q", len(encoded)) + encoded + self._hashes[_key(tensor)])
+        self._seen = _glance(self._model)
+        self._views = _sample_views([tensor for _, tensor in tensors])
+        self._sample = _sample(self._views)
+        self.value = hasher.digest()
+        return self.value
+
+
+def _sample_views(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """A few elements of every tensor, as integers, by element size."""
+    views: dict[int, list[torch.Tensor]] = {}
+    seen: set[int] = set()
+    for tensor in tensors:
+        plain = tensor.detach()
+        bits = _INTEGERS.get(plain.element_size())
+        if plain.data_ptr() in seen or not plain.numel() or not plain.is_contiguous() or bits is None:
+            continue
+        seen.add(plain.data_ptr())
+        # Odd steps, so that rows of a matrix are met at different columns.
+        step = max(1, plain.numel() // _SAMPLES) | 1
+        views.setdefault(plain.element_size(), []).append(plain.reshape(-1).view(bits)[::step])
+    return list(views.values())
+
+
+def _sample(views: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.cat(group) for group in views]

@@ -1,0 +1,90 @@
+"""Compares an attached model with itself on the native cache, before the first token counts."""
+
+from __future__ import annotations
+
+import torch
+from kvstore_kernels.codecs.plan import CodecPlan
+from kvstore_kernels.layout import BlockLayout
+from transformers import DynamicCache, PreTrainedModel
+
+from kvstore_client.hook.cache import KVStoreCache
+from kvstore_client.hook.errors import SelfCheckError
+from kvstore_client.hook.local import LocalRequest
+from kvstore_client.hook.plan import ModelPlan, vocabulary_of
+from kvstore_client.hook.rows import BlockPool
+from kvstore_client.hook.state import CacheState
+from kvstore_client.namespace import FINGERPRINT_BYTES, ModelIdentity, Namespace, Shard
+
+_LENGTHS = (11, 7)
+_STEPS = 3
+# Largest difference of two logits, as a part of the logits' own spread. Rounding in the model's dtype, with room: a
+# wrong position, scale or mask moves logits by about their spread.
+_TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+
+
+def layout_of(plan: ModelPlan, codec: str) -> BlockLayout:
+    """The block layout of a model under a codec."""
+    return BlockLayout.create(
+        codec, layers=plan.layers, kv_heads=plan.kv_heads, k_dim=plan.k_dim, v_dim=plan.v_dim, dtype=plan.dtype
+    )
+
+
+def local_cache(plan: ModelPlan, codec_plan: CodecPlan, *, max_blocks: int = 64) -> KVStoreCache:
+    """An empty cache in this process's memory, without a store."""
+    layout = layout_of(plan, codec_plan.codec)
+    identity = ModelIdentity(
+        fingerprint=bytes(FINGERPRINT_BYTES),
+        model_name=plan.name,
+        codec=codec_plan.codec,
+        layout=layout,
+        shard=Shard(plan.layer_group, 0, plan.kv_heads),
+    )
+    pool = BlockPool(LocalRequest(layout, max_blocks=max_blocks), Namespace(identity, codec_plan))
+    return KVStoreCache(CacheState(pool))
+
+
+def self_check(model: PreTrainedModel, plan: ModelPlan) -> float:
+    """Two rows of different length, prefill and a few steps, exact blocks against the native cache.
+
+    Returns the largest difference of two logits over the logits' spread; raises SelfCheckError if it is too large.
+    """
+    vocabulary = vocabulary_of(model)
+    longest = min(max(_LENGTHS), max(2, (plan.max_positions or 64) - _STEPS))
+    lengths = [min(length, longest) for length in _LENGTHS]
+    lengths[1] = max(1, longest - 4)
+    ids = torch.arange(2 * longest).mul(7919).add(13).remainder(vocabulary).view(2, longest)
+    mask = torch.ones(2, longest, dtype=torch.int64)
+    mask[1, : longest - lengths[1]] = 0
+    with torch.no_grad(), local_cache(plan, CodecPlan("passthrough", {}, "self-check")) as ours:
+        native = DynamicCache(config=model.config)
+        expected, chosen = _run(model, ids, mask, native, None)
+        found, _ = _run(model, ids, mask, ours, chosen)
+    spread = float(expected.float().std()) or 1.0
+    difference = float((expected.float() - found.float()).abs().max()) / spread
+    limit = _TOLERANCE[model.dtype]
+    if not difference <= limit:
+        raise SelfCheckError(
+            f"{plan.name}: logits with the cache's attention differ from the native ones by {difference:.2g} of their "
+            f"spread; expected at most {limit:.2g}. This model's attention is not served by this version"
+        )
+    return difference
+
+
+def _run(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    cache: DynamicCache | KVStoreCache,
+    forced: list[torch.Tensor] | None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    logits: list[torch.Tensor] = []
+    chosen: list[torch.Tensor] = []
+    for step in range(_STEPS):
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        # Padding has no defined logits.
+        logits.append(out.logits[mask[:, -ids.shape[1] :].bool()])
+        ids = out.logits[:, -1:].argmax(-1) if forced is None else forced[step]
+        chosen.append(ids)
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+    return torch.cat(logits), chosen

@@ -1,0 +1,323 @@
+"""The state behind a KVStoreCache: rows of blocks, one length for all layers, one forward pass at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvstore_kernels.table import BlockTable
+
+from kvstore_client.blocks import NO_PARENT
+from kvstore_client.hook.errors import CacheStateError
+from kvstore_client.hook.masks import row_starts
+from kvstore_client.hook.rows import BlockPool, Held, Row
+from kvstore_client.hook.step import Step, Stored
+
+if TYPE_CHECKING:
+    from kvstore_client.blocks import Block
+    from kvstore_client.hook.report import HitReport
+
+# Slots kept ready for each row, so that a step never waits for one.
+BLOCKS_AHEAD = 2
+
+
+class CacheState:
+    """Rows, table and length of one cache.
+
+    Invariants: `length` batch positions are cached in every layer (padding counts); row r holds
+    max(0, length - start) tokens, and at least the blocks for them; `table` mirrors the rows' blocks. A forward pass
+    takes all its blocks in `begin`, before anything is computed, and counts only when its last layer is written.
+    One thread at a time; copies may live in other threads.
+    """
+
+    def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pool = pool
+        self.codec = pool.codec
+        self.block_tokens = pool.block_tokens
+        self.layers = pool.namespace.layout.layers
+        self.rows: list[Row] = []
+        self.table: BlockTable | None = None
+        self.length = 0
+        # So many of them were fed by this package itself, so that rows' `ids` say what they are.
+        self.known = 0
+        self.step: Step | None = None
+        self.closed = False
+        # Set while generate() feeds the ids that `chain` was made of: full blocks are committed as they fill.
+        self.armed = False
+        # Digests somebody else holds already.
+        self.held_elsewhere: set[bytes] = set()
+        # The rows may be repeated by the first forward pass that has a multiple of them (beams).
+        self.expandable = False
+        # The first forward pass is given the full ids; the cached ones are to be cut off.
+        self.full_ids_next = False
+        self.reused = False
+        self.report: HitReport | None = None
+        # The report is of the look-up that filled this cache, and no request has run on it yet.
+        self.fresh_report = False
+        self.clock = clock
+        # When the first pass was written, and when the second began: the first token was chosen in between.
+        self.first_step_at: float | None = None
+        self.second_step_at: float | None = None
+        self.committed = 0
+        pool.open_cache()
+
+    def seq_length(self, layer: int = 0) -> int:
+        """Batch positions cached in a layer."""
+        step = self.step
+        return self.length + (step.q if step is not None and not step.finished and layer < step.done else 0)
+
+    def tokens(self, row: int) -> int:
+        """Tokens cached in a row, padding not counted."""
+        return max(0, self.length - self.rows[row].start)
+
+    def start_rows(self, starts: Sequence[int]) -> None:
+        """Makes the rows of an empty cache."""
+        self.check_open()
+        if self.rows:
+            raise CacheStateError(f"the cache has {len(self.rows)} rows already; reset() it first")
+        self.rows = [Row(start) for start in starts]
+        self.table = BlockTable(len(starts), block_tokens=self.block_tokens)
+
+    def adopt(self, past: int, blocks: Sequence[Sequence[Block]]) -> None:
+        """Fills fresh rows up to batch position `past` from leased blocks; the last one in part, copied.
+
+        Raises LocalBudgetExceeded; the cache is then empty rows again.
+        """
+        for row, leased in zip(self.rows, blocks, strict=True):
+            tokens = max(0, past - row.start)
+            full, rest = divmod(tokens, self.block_tokens)
+            row.blocks = [self.pool.hold(block) for block in leased[:full]]
+            row.sealed = full
+            if rest:
+                digest = row.chain[full] if full < len(row.chain) else None
+                row.blocks.append(self.pool.own(self.pool.hold(leased[full]), rest, digest))
+        self.length = self.known = past
+        self.reused = any(row.blocks for row in self.rows)
+        self._rebuild_table()
+
+    # -- one forward pass -------------------------------------------------------------------------------------
+
+    def begin(self, rows: int, q: int, mask: torch.Tensor | None) -> Step:
+        """Starts (or, for the same pass, returns) the pass over `q` new batch positions; takes the blocks it needs.
+
+        `mask` is 2-D [rows, length + q], True where there is a token. Raises UnsupportedInputError, CacheStateError,
+        LocalBudgetExceeded; the cache is then what it was.
+        """
+        self.check_open()
+        step = self.step
+        if step is not None and not step.finished and step.done:
+            raise CacheStateError(
+                f"the last forward pass wrote {step.done} of {self.layers} layers and then stopped; call crop(0) to "
+                "drop what it wrote"
+            )
+        self._fit_rows(rows)
+        starts = row_starts(
+            mask, rows=rows, cached=self.length, new=q, known=[row.start for row in self.rows], fixed=self.armed
+        )
+        if step is not None and not step.finished and step.q == q and step.starts == tuple(starts):
+            return step
+        self.step = None
+        for row, start in zip(self.rows, starts, strict=True):
+            row.start = start
+        took = self.make_room(q)
+        assert self.table is not None
+        self.step = step = Step(self.codec, self.table, past=self.length, q=q, starts=starts, reused=self.reused)
+        for index, row in enumerate(self.rows):
+            self.table.set_tokens(index, max(0, self.length + q - row.start))
+        if took and self.length:
+            self.pool.ensure_ahead(BLOCKS_AHEAD * len(self.rows))
+        if self.first_step_at is not None and self.second_step_at is None:
+            self.second_step_at = self.clock()
+        self.full_ids_next = False
+        return step
+
+    def update(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Stored:
+        """Writes one layer's new K and V [rows, kv_heads, q, dim]; what it returns stands for all of the layer's."""
+        step = self.step
+        if step is None or step.finished or step.q != key.shape[2] or len(step.starts) != key.shape[0]:
+            layout = self.pool.namespace.layout
+            if (key.shape[1], key.shape[3], value.shape[3]) != (layout.kv_heads, layout.k_dim, layout.v_dim):
+                raise CacheStateError(
+                    f"K of {key.shape[1]} heads of {key.shape[3]} given to a cache of {layout.kv_heads} heads of "
+                    f"{layout.k_dim}: it was made for another model"
+                )
+            step = self.begin(key.shape[0], key.shape[2], None)
+        if layer != step.done:
+            raise CacheStateError(f"layer {layer} updated after {step.done} layers; expected layer {step.done}")
+        if key.requires_grad or value.requires_grad:
+            key, value = key.detach(), value.detach()
+        self.codec.write(layer, key, value, step.table, step.targets)
+        step.done += 1
+        if step.done == self.layers:
+            self._finish(step)
+        return Stored(step, layer, key, value)
+
+    def _finish(self, step: Step) -> None:
+        step.finished = True
+        self.expandable = False
+        if self.armed and self.known == self.length:
+            self.known += step.q
+        self.length += step.q
+        if self.armed:
+            self.commit_full_blocks()
+        if self.first_step_at is None:
+            self.first_step_at = self.clock()
+
+    def commit_full_blocks(self) -> None:
+        """Commits the full blocks whose token ids are known and that nobody is known to hold."""
+        entries: list[tuple[Held, bytes, bytes]] = []
+        for index, row in enumerate(self.rows):
+            full = min(len(row.chain), self.tokens(index) // self.block_tokens)
+            for block in range(row.sealed, full):
+                held, digest = row.blocks[block], row.chain[block]
+                if held.sealed or digest in self.held_elsewhere:
+                    continue
+                entries.append((held, digest, row.chain[block - 1] if block else NO_PARENT))
+                self.held_elsewhere.add(digest)
+            row.sealed = max(row.sealed, full)
+        if entries:
+            self.pool.commit(entries)
+            self.committed += len(entries)
+
+    def _fit_rows(self, rows: int) -> None:
+        if not self.rows:
+            self.start_rows([0] * rows)
+        elif rows != len(self.rows):
+            if not self.expandable or rows % len(self.rows):
+                raise CacheStateError(
+                    f"{rows} rows given to a cache of {len(self.rows)}; use batch_repeat_interleave() or "
+                    "batch_select_indices() to change them"
+                )
+            repeats = rows // len(self.rows)
+            self.select([row for row in range(len(self.rows)) for _ in range(repeats)])
+
+    def make_room(self, q: int) -> bool:
+        """Every row gets writable blocks for its tokens up to length + q; True if any was taken."""
+        assert self.table is not None
+        took = False
+        for index, row in enumerate(self.rows):
+            have = max(0, self.length - row.start)
+            want = max(0, self.length + q - row.start)
+            for block in range(have // self.block_tokens, -(-want // self.block_tokens)):
+                digest = row.chain[block] if self.armed and block < len(row.chain) else None
+                if block == len(row.blocks):
+                    held = self.pool.take(digest)
+                    row.blocks.append(held)
+                    self.table.append_block(index, held.block.slab, held.block.slot)
+                    took = True
+                    continue
+                used = max(0, have - block * self.block_tokens)
+                held = self.pool.own(row.blocks[block], used, digest)
+                if held is not row.blocks[block]:
+                    row.blocks[block] = held
+                    # What is written from here on isn't what was committed.
+                    row.sealed = min(row.sealed, block)
+                    self.table.replace_block(index, block, held.block.slab, held.block.slot)
+                    took = True
+        return took
+
+    # -- rows -------------------------------------------------------------------------------------------------
+
+    def select(self, chosen: Sequence[int]) -> None:
+        """The rows become rows `chosen` of the present ones, which share their blocks; nothing is copied."""
+        self.check_settled()
+        chosen = [int(row) for row in chosen]
+        if chosen == list(range(len(self.rows))):
+            return
+        if not chosen or any(not 0 <= row < len(self.rows) for row in chosen):
+            raise CacheStateError(
+                f"rows {chosen} chosen from a cache of {len(self.rows)}: expected 0 to {len(self.rows) - 1}"
+            )
+        old = self.rows
+        new = [old[row].copy() for row in chosen]
+        for row in new:
+            self.pool.share(row.blocks)
+        for row in old:
+            self.pool.drop(row.blocks)
+        assert self.table is not None
+        self.rows = new
+        self.table = self.table.select_rows(chosen)
+
+    def crop_to(self, length: int) -> None:
+        """Drops everything behind batch position `length`, and what an unfinished pass wrote."""
+        self.check_open()
+        self.step = None
+        length = max(0, min(length, self.length))
+        for index, row in enumerate(self.rows):
+            tokens = max(0, length - row.start)
+            keep = -(-tokens // self.block_tokens)
+            if keep < len(row.blocks):
+                self.pool.drop(row.blocks[keep:])
+                del row.blocks[keep:]
+                assert self.table is not None
+                self.table.drop_blocks(index, keep)
+            assert self.table is not None
+            self.table.set_tokens(index, tokens)
+            row.ids = row.ids[:tokens]
+            full = tokens // self.block_tokens
+            del row.chain[full:]
+            row.sealed = min(row.sealed, full)
+        self.length = length
+        self.known = min(self.known, length)
+
+    def clear(self) -> None:
+        """Back to a cache without rows."""
+        self.check_open()
+        for row in self.rows:
+            self.pool.drop(row.blocks)
+        self.rows = []
+        self.table = None
+        self.length = self.known = 0
+        self.step = None
+        self.reused = False
+        self.armed = False
+
+    def fork(self) -> CacheState:
+        """A copy that shares all blocks until one of the two writes."""
+        self.check_settled()
+        other = CacheState(self.pool, self.clock)
+        other.rows = [row.copy() for row in self.rows]
+        for row in other.rows:
+            self.pool.share(row.blocks)
+        other.table = None if self.table is None else self.table.select_rows(range(len(self.rows)))
+        other.length, other.known = self.length, self.known
+        other.reused = self.reused
+        other.held_elsewhere = set(self.held_elsewhere)
+        other.report = self.report
+        return other
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's K and V dequantized: float32 [rows, kv_heads, length, dim], zeros where there is padding."""
+        self.check_settled()
+        layout = self.pool.namespace.layout
+        keys = torch.zeros(len(self.rows), layout.kv_heads, self.length, layout.k_dim)
+        values = torch.zeros(len(self.rows), layout.kv_heads, self.length, layout.v_dim)
+        for index, row in enumerate(self.rows):
+            if self.table is not None and self.tokens(index):
+                k, v = self.codec.read(layer, self.table, index, 0, self.tokens(index))
+                keys[index, :, row.start :], values[index, :, row.start :] = k, v
+        return keys, values
+
+    def _rebuild_table(self) -> None:
+        self.table = BlockTable(len(self.rows), block_tokens=self.block_tokens)
+        for index, row in enumerate(self.rows):
+            for held in row.blocks:
+                self.table.append_block(index, held.block.slab, held.block.slot)
+            self.table.set_tokens(index, self.tokens(index))
+
+    def check_open(self) -> None:
+        """Raises CacheStateError on a closed cache."""
+        if self.closed:
+            raise CacheStateError("this cache is closed, its blocks may be gone: make a new one with store.cache(...)")
+
+    def check_settled(self) -> None:
+        """Raises CacheStateError on a closed cache and between two layers."""
+        self.check_open()
+        step = self.step
+        if step is not None and not step.finished and step.done:
+            raise CacheStateError(f"{step.done} of {self.layers} layers are written; finish the pass or call crop(0)")
+
+    def __repr__(self) -> Any:
+        return f"CacheState(rows={len(self.rows)}, length={self.length}, closed={self.closed})"

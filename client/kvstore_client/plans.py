@@ -1,0 +1,82 @@
+"""Codec plans on disk, for use without a service."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvstore_client.notices import Notices
+
+if TYPE_CHECKING:
+    from kvstore_kernels.codecs.plan import CodecPlan
+    from kvstore_kernels.layout import BlockLayout
+
+_MOST_BYTES = 64 * 2**20
+
+
+class PlanFolder:
+    """$XDG_CACHE_HOME/gpu-kvstore/plans/<fingerprint>-<codec>.plan. A file that can't be read is as good as none."""
+
+    def __init__(self, folder: Path, notices: Notices) -> None:
+        self._folder = folder
+        self._notices = notices
+
+    @classmethod
+    def of_user(cls, notices: Notices, environ: Mapping[str, str] | None = None) -> PlanFolder:
+        """The folder of the user who runs this process."""
+        environ = os.environ if environ is None else environ
+        base = environ.get("XDG_CACHE_HOME", "")
+        root = Path(base) if Path(base).is_absolute() else Path(environ.get("HOME", "/nonexistent")) / ".cache"
+        return cls(root / "gpu-kvstore" / "plans", notices)
+
+    def load(self, fingerprint: bytes, layout: BlockLayout) -> CodecPlan | None:
+        """The plan kept for a model, if there is a sound one that fits the layout."""
+        path = self._path(fingerprint, layout)
+        try:
+            with path.open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+        except OSError:
+            return None
+        plan = read_plan(data, layout)
+        if plan is None:
+            self._notices.warn("plan-file", f"{path} holds no codec plan for this model; calibrating again")
+        return plan
+
+    def save(self, fingerprint: bytes, layout: BlockLayout, plan: CodecPlan) -> None:
+        """Keeps a plan, atomically."""
+        path = self._path(fingerprint, layout)
+        data = plan.to_bytes()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if path.exists() and path.read_bytes() == data:
+                return
+            fd, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+            temporary = Path(name)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            self._notices.warn("plan-file", f"the codec plan can't be kept in {path}: {error}")
+
+    def _path(self, fingerprint: bytes, layout: BlockLayout) -> Path:
+        return self._folder / f"{fingerprint.hex()}-{layout.codec}.plan"
+
+
+def read_plan(data: bytes, layout: BlockLayout) -> CodecPlan | None:
+    """The codec plan in `data`, if it is one and fits the layout."""
+    from kvstore_kernels.codecs import get_codec
+    from kvstore_kernels.codecs.plan import CodecPlan
+    from kvstore_kernels.errors import LayoutError, PlanError
+
+    try:
+        plan = CodecPlan.from_bytes(data)
+        get_codec(layout.codec)(layout, plan)
+    except (LayoutError, PlanError):
+        return None
+    return plan

@@ -1,0 +1,1 @@
+"""How block payloads get to this process and back."""

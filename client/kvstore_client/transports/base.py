@@ -1,0 +1,90 @@
+"""What every transport does."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from kvstore_client.blocks import Block
+from kvstore_client.errors import BadReplyError
+
+if TYPE_CHECKING:
+    from kvstore_kernels.layout import BlockLayout
+    from kvstore_proto.v1 import blocks_pb2 as pb
+
+    from kvstore_client.link import Link
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """One slot of the service, as it was handed out."""
+
+    slab_id: int
+    slot: int
+    generation: int
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What became of a lease: the leading blocks that can be read, and why not all (see Match.reason)."""
+
+    blocks: list[Block] = field(default_factory=list)
+    reason: str = ""
+    damaged: list[int] = field(default_factory=list)
+    """Indices in the lease whose bytes don't match their checksum."""
+    nbytes: int = 0
+    """Payload bytes received."""
+    verify_s: float = 0.0
+
+
+class Transport(ABC):
+    """Moves payloads between the service's slots and blocks of this process. Without state: threads may share it."""
+
+    name: ClassVar[str]
+    in_place: ClassVar[bool]
+    """Whether blocks are read and written where they lie. If not, a lease may end as soon as it is received."""
+
+    @abstractmethod
+    def receive(self, link: Link, layout: BlockLayout, lease: pb.Lease) -> Receipt:
+        """Makes a lease's blocks readable, checksums compared. Raises a ServiceError when not a single one is."""
+
+    @abstractmethod
+    def send(self, link: Link, layout: BlockLayout, moves: Sequence[tuple[Block, SlotRef]]) -> int:
+        """Copies blocks into private slots of this session. Bytes sent. Raises a ServiceError."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSet:
+    """The transports of one store."""
+
+    fd: Transport
+    bytes: Transport
+
+
+def check_lease(lease: pb.Lease, asked: int) -> None:
+    """A lease must be one of parallel arrays, no longer than what was asked for. Raises BadReplyError."""
+    count = len(lease.slots)
+    lengths = {count, len(lease.slab_ids), len(lease.generations), len(lease.checksums)}
+    if len(lengths) != 1 or count > asked or (count > 0) != (lease.lease_id > 0):
+        raise BadReplyError(
+            f"lease {lease.lease_id} names {count} slots, {len(lease.slab_ids)} slabs and {len(lease.checksums)} "
+            f"checksums for {asked} blocks; nothing of it was used"
+        )
+
+
+def matches_checksum(block: Block, layout: BlockLayout, expected: int, receipt: Receipt) -> bool:
+    """Whether a block's bytes have the checksum they were committed with."""
+    started = time.perf_counter()
+    same = checksum_of(block, layout) == expected
+    receipt.verify_s += time.perf_counter() - started
+    return same
+
+
+def checksum_of(block: Block, layout: BlockLayout) -> int:
+    """The checksum of a block's bytes; numpy computes it without holding the interpreter."""
+    from kvstore_kernels.checksum import block_checksum
+
+    return block_checksum(block.slab.slot_buffer(block.slot)[: layout.block_bytes])
