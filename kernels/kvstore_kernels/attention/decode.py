@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from kvstore_kernels.attention.options import Options
@@ -34,6 +36,12 @@ def decode_attention(
     Raises UnsupportedAttentionError naming the option, LayoutError on shapes.
     """
     layout = codec.layout
+    if softcap is None and sinks is None and sliding_window is None and table.rows == 1 and not torch.is_grad_enabled():
+        # The usual step of one row: whoever made the plan checked everything but the query's shape.
+        plan = _made_plan(table, query, codec)
+        if plan is not None and math.isfinite(scaling):
+            out = plan.attend(query.reshape(plan.query_shape).float(), layer, table.tokens(0), scaling)
+            return out.view(1, 1, query.shape[1], layout.v_dim).to(query.dtype)
     options = Options.checked(query, layout, scaling, softcap, sliding_window, sinks)
     rows, query_heads, length, _ = query.shape
     if rows != table.rows:
@@ -56,6 +64,16 @@ def decode_attention(
         return result
 
 
+def _made_plan(table: BlockTable, query: torch.Tensor, codec: Codec) -> RowPlan | None:
+    cached = table.view_cache.get((0, ROW_PLAN))
+    if cached is None or query.dim() != 4 or query.shape[0] != 1 or query.shape[2] != 1:
+        return None
+    plan: RowPlan = cached[1]
+    heads, group, k_dim = plan.query_shape
+    fits = query.shape[1] == heads * group and query.shape[3] == k_dim and plan.serves(codec, table, group)
+    return plan if fits else None
+
+
 def _attend(
     query: torch.Tensor, codec: Codec, layer: int, table: BlockTable, row: int, options: Options, length: int
 ) -> torch.Tensor:
@@ -70,13 +88,11 @@ def _attend(
         or not plan_fits(blocks, query.shape[0] * options.group, table.block_tokens)
     ):
         return _attend_tiles(query, codec, layer, table, row, options, length)
-    made_for = (codec.layout, table.version(row), blocks, options.group, torch.get_num_threads())
     cached = table.view_cache.get((row, ROW_PLAN))
-    if cached is not None and cached[0] == made_for:
-        plan: RowPlan = cached[1]
-    else:
+    plan: RowPlan | None = cached[1] if cached is not None else None
+    if plan is None or not plan.serves(codec, table, options.group):
         plan = RowPlan(codec, table, row, blocks, options.group)
-        table.view_cache[row, ROW_PLAN] = (plan.made_for, plan)
+        table.view_cache[row, ROW_PLAN] = (None, plan)
     return plan.attend(query, layer, tokens, options.scaling)
 
 

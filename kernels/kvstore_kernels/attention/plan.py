@@ -74,14 +74,15 @@ class _Layer(NamedTuple):
 class RowPlan:
     """Work buffers and views for one row with `blocks` blocks in use.
 
-    Invariants: belongs to one table, so to one thread at a time; valid while `made_for` stays the same; buffers are
+    Invariants: belongs to one table, so to one thread at a time; valid while `serves` says so; buffers are
     bounded by TILE_NUMBERS and SCORE_NUMBERS; every chunk's splits are the first chunk's, or 1.
     """
 
     def __init__(self, codec: Codec, table: BlockTable, row: int, blocks: int, group: int) -> None:
         layout = codec.layout
         threads = torch.get_num_threads()
-        self.made_for = (layout, table.version(row), blocks, group, threads)
+        self.query_shape = (layout.kv_heads, group, layout.k_dim)
+        self._row, self._blocks, self._threads, self._version = row, blocks, threads, table.version(row)
         self._codec, self._group = codec, group
         heads, size = layout.kv_heads, layout.block_tokens
         widest_dim = max(layout.k_dim, layout.v_dim)
@@ -99,6 +100,16 @@ class RowPlan:
         self._chunks = [self._chunk(span, splits) for span, splits in cuts]
         self._layers: list[_Layer | None] = [None] * layout.layers
         self._unused_views: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def serves(self, codec: Codec, table: BlockTable, group: int) -> bool:
+        """Whether the plan still fits: same codec and heads, same blocks, as many of them in use, same threads."""
+        return (
+            codec is self._codec
+            and group == self._group
+            and table.version(self._row) == self._version
+            and -(-table.tokens(self._row) // table.block_tokens) == self._blocks
+            and torch.get_num_threads() == self._threads
+        )
 
     def attend(self, query: torch.Tensor, layer: int, tokens: int, scaling: float) -> torch.Tensor:
         """Query float32 [kv_heads, group, k_dim] over the row's `tokens` tokens -> new [kv_heads, group, v_dim]."""

@@ -489,7 +489,9 @@ Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
-    """Private slots to give back."""
+    """Slots the caller took and reads or writes no more. A commit makes a block visible but does not end its writer's hold,
+    because the writer goes on reading it in place: every slot taken is named here once, committed or not.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -122,7 +122,7 @@ class BlockServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Gives private slots back. Idempotent.
+        """Ends the caller's hold on slots: private ones are free then, committed ones may be evicted. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,7 +50,7 @@ class BlockServiceStub:
     Commit: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.CommitRequest, _blocks_pb2.CommitResponse]
     """Makes private blocks visible. The first commit of a digest wins; a loser keeps its private slot. Idempotent."""
     Abort: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.AbortRequest, _blocks_pb2.AbortResponse]
-    """Gives private slots back. Idempotent."""
+    """Ends the caller's hold on slots: private ones are free then, committed ones may be evicted. Idempotent."""
     Release: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.ReleaseRequest, _blocks_pb2.ReleaseResponse]
     """Ends leases. Idempotent."""
     Pin: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.PinRequest, _blocks_pb2.PinResponse]
@@ -80,7 +80,7 @@ class BlockServiceAsyncStub(BlockServiceStub):
     Commit: _aio.UnaryUnaryMultiCallable[_blocks_pb2.CommitRequest, _blocks_pb2.CommitResponse]  # type: ignore[assignment]
     """Makes private blocks visible. The first commit of a digest wins; a loser keeps its private slot. Idempotent."""
     Abort: _aio.UnaryUnaryMultiCallable[_blocks_pb2.AbortRequest, _blocks_pb2.AbortResponse]  # type: ignore[assignment]
-    """Gives private slots back. Idempotent."""
+    """Ends the caller's hold on slots: private ones are free then, committed ones may be evicted. Idempotent."""
     Release: _aio.UnaryUnaryMultiCallable[_blocks_pb2.ReleaseRequest, _blocks_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Ends leases. Idempotent."""
     Pin: _aio.UnaryUnaryMultiCallable[_blocks_pb2.PinRequest, _blocks_pb2.PinResponse]  # type: ignore[assignment]
@@ -137,7 +137,7 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _blocks_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_blocks_pb2.AbortResponse, _abc.Awaitable[_blocks_pb2.AbortResponse]]:
-        """Gives private slots back. Idempotent."""
+        """Ends the caller's hold on slots: private ones are free then, committed ones may be evicted. Idempotent."""
 
     @_abc_1.abstractmethod
     def Release(
