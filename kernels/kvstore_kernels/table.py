@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from kvstore_kernels.errors import TableError
 from kvstore_kernels.layout import BLOCK_TOKENS
 from kvstore_kernels.slab import Slab
 
-# Keys of BlockTable.view_cache that stand for no layer.
+# Keys of BlockTable.view_cache that stand for no layer, or for no row.
 ROW_PLAN = -1
 APPEND_VIEWS = -2
+COMPILED_STEP = -3
+ALL_ROWS = -1
 
 
 class BlockPlace(Protocol):
@@ -60,7 +63,7 @@ class BlockTable:
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         # A row's version grows whenever its blocks (not its token count) change.
         self._versions = [0] * rows
-        # (row, layer, ROW_PLAN or APPEND_VIEWS) -> what views were made for, and the views.
+        # (row or ALL_ROWS, layer or one of the keys above) -> what it was made for, and what was made.
         self.view_cache: dict[tuple[int, int], tuple[Hashable, Any]] = {}
 
     def append_block(self, row: int, slab: Slab, slot: int, count: int = 0) -> None:
@@ -155,6 +158,16 @@ class BlockTable:
         """Grows whenever the row's blocks, not only its token count, change."""
         return self._versions[row]
 
+    @property
+    def versions(self) -> list[int]:
+        """`version` of every row; don't change the list."""
+        return self._versions
+
+    @property
+    def token_counts(self) -> list[int]:
+        """`tokens` of every row; don't change the list."""
+        return self._tokens
+
     def runs(self, row: int) -> list[Run]:
         """Maximal runs of consecutive slots in one slab, in token order; don't change the list."""
         return self._runs[row]
@@ -166,6 +179,11 @@ class BlockTable:
             [[e.slab.address(e.slot) for e in es] + [0] * (widest - len(es)) for es in self._entries],
             dtype=torch.int64,
         ).reshape(self.rows, widest)
+
+    def row_addresses(self, row: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """int64 [blocks]: address of each of the row's blocks."""
+        entries = self._entries[row]
+        return np.fromiter((e.slab.address(e.slot) for e in entries), np.int64, len(entries))
 
     def counts(self) -> torch.Tensor:
         """int32 [rows, most blocks]: tokens in use in each block."""

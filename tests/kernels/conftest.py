@@ -90,3 +90,11 @@ def seeded() -> Iterator[None]:
     torch.manual_seed(1234)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def decode_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A decode step compiled, and the same on torch, as where numba is missing."""
+    if request.param == "torch":
+        monkeypatch.setattr("kvstore_kernels.compiled.step._MISSING", "left out by this test")
+    return str(request.param)

@@ -15,6 +15,8 @@ from kvstore_kernels.errors import LayoutError, TableError
 CODECS = ["int8", "passthrough"]
 HEAD_DIMS = [64, 72, 80, 96, 112, 120, 128, 192, 256]
 
+pytestmark = pytest.mark.usefixtures("decode_path")
+
 
 def stored(bench, table, row: int) -> list[torch.Tensor]:
     """The bytes that hold the row's tokens: every part of every block, without its unused end."""

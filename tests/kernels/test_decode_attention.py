@@ -23,6 +23,8 @@ OPTIONS = {
     "all": {"softcap": 2.0, "sliding_window": 33, "sinks": True},
 }
 
+pytestmark = pytest.mark.usefixtures("decode_path")
+
 
 def check(bench, query: torch.Tensor, table, layer: int = 1, **options: object) -> torch.Tensor:
     if options.get("sinks"):

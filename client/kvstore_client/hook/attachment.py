@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 import time
 import types
@@ -13,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvstore_kernels.codecs import get_codec
+from kvstore_kernels.compiled import prepare
 from transformers import PreTrainedModel
 
 from kvstore_client.hook import attention
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvstore_client.hook.seam import StoreLike
 
+_logger = logging.getLogger(__name__)
 _REPORTS_KEPT = 256
 _PREWARM_CHUNK = 2048
 _RATE_WEIGHT = 0.3
@@ -97,7 +101,14 @@ class Attachment:
                     shard=Shard(self.plan.layer_group, 0, self.plan.kv_heads),
                 )
                 self._namespace = self.store.namespace_for(identity, self._make_plan)
+                self._prepare(self._namespace)
             return self._namespace
+
+    def _prepare(self, namespace: Namespace) -> None:
+        """Compiles the decode step now, not in the middle of the first answer."""
+        reason = prepare(get_codec(namespace.layout.codec)(namespace.layout, namespace.plan))
+        if reason:
+            _logger.warning("decode steps run on torch, about half as fast over a long context: %s", reason)
 
     def _make_plan(self) -> CodecPlan:
         began = time.monotonic()

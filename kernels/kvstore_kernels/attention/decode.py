@@ -12,6 +12,7 @@ from kvstore_kernels.attention.plan import RowPlan, plan_fits
 from kvstore_kernels.attention.softmax import OnlineSoftmax
 from kvstore_kernels.attention.tiles import BlockTile, finish_scores, hide, sink_rows
 from kvstore_kernels.codecs.base import Codec
+from kvstore_kernels.compiled import compiled_step
 from kvstore_kernels.errors import LayoutError
 from kvstore_kernels.scratch import SCORE_NUMBERS
 from kvstore_kernels.table import ROW_PLAN, BlockTable
@@ -47,6 +48,10 @@ def decode_attention(
     if rows != table.rows:
         raise LayoutError(f"query of {rows} rows on a table of {table.rows}")
     with torch.no_grad():
+        if length == 1 and options.plain(table.token_counts):
+            step = compiled_step(codec, table)
+            if step is not None:
+                return step.attend(query, layer, options.group, scaling).to(query.dtype)
         if rows == 1 and length == 1 and table.tokens(0):
             grouped = query.detach().float().reshape(layout.kv_heads, options.group, layout.k_dim)
             out = _attend(grouped, codec, layer, table, 0, options, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,3 +54,9 @@ class Options:
     def first_visible(self, position: int) -> int:
         """First token that a query at `position` sees."""
         return 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
+
+    def plain(self, tokens: Sequence[int]) -> bool:
+        """Whether queries at the end of rows of so many tokens see all of them, with a softmax of plain scores."""
+        if self.softcap is not None or self.sinks is not None:
+            return False
+        return self.sliding_window is None or max(tokens) <= self.sliding_window

@@ -10,6 +10,7 @@ import torch
 
 from kvstore_kernels.codecs.placement import check_writable, pieces, token_place
 from kvstore_kernels.codecs.plan import CodecPlan
+from kvstore_kernels.compiled import compiled_step
 from kvstore_kernels.errors import LayoutError, PlanError, TableError
 from kvstore_kernels.layout import BlockLayout
 from kvstore_kernels.scratch import TILE_NUMBERS
@@ -81,7 +82,9 @@ class Codec(ABC):
         length = self._checked_length(layer, k, v, table, row_targets)
         k, v = k.detach(), v.detach()
         if length == 1:
-            self._append(layer, k, v, table, row_targets)
+            step = compiled_step(self, table)
+            if step is None or not step.append(layer, k, v, row_targets):
+                self._append(layer, k, v, table, row_targets)
             return
         for row, (skip, start) in enumerate(row_targets):
             if skip >= length:
@@ -145,6 +148,15 @@ class Codec(ABC):
         It is the same for all tokens, so it matters only beside scores that are not made from codes (fresh
         keys, sinks) and where the softmax doesn't see the score itself (soft-cap).
         """
+
+    @property
+    def code_constants(self) -> tuple[float, float, float, float]:
+        """Of scaled codecs: largest code, smallest and largest scale, and what is added to a scale to round it up."""
+        return (1.0, 1.0, 1.0, 0.0)
+
+    def static_addresses(self, layer: int) -> tuple[int, int]:  # noqa: ARG002
+        """Of scaled codecs: addresses of a layer's K shift and inverse K scale, float32 [kv_heads, k_dim]."""
+        return (0, 0)
 
     @abstractmethod
     def _encode_k(self, layer: int, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

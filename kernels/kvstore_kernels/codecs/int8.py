@@ -52,7 +52,9 @@ class Int8Codec(Codec):
         if self._together:
             self._both_shift = list(torch.stack((shift, torch.zeros_like(shift)), dim=2))
             self._both_inverse = list(torch.stack((scale.reciprocal(), torch.ones_like(scale)), dim=2))
-        self._round_up = torch.tensor(_ROUND_UP)
+        self._statics = [
+            (self._shift[layer].data_ptr(), self._inverse[layer].data_ptr()) for layer in range(layout.layers)
+        ]
         self._factors: tuple[float, list[torch.Tensor]] = (0.0, [])
         self._count_lock = threading.Lock()
 
@@ -63,6 +65,15 @@ class Int8Codec(Codec):
             factors = [scale * scaling for scale in self._scale]
             self._factors = (scaling, factors)
         return factors[layer]
+
+    @property
+    def code_constants(self) -> tuple[float, float, float, float]:
+        """Largest code, smallest and largest scale, and what is added to a scale to round it up."""
+        return (float(_CODE_MAX), _SMALLEST_SCALE, _LARGEST_SCALE, _ROUND_UP)
+
+    def static_addresses(self, layer: int) -> tuple[int, int]:
+        """Addresses of the layer's K shift and inverse K scale, float32 [kv_heads, k_dim]."""
+        return self._statics[layer]
 
     def shift_scores(self, layer: int, query: torch.Tensor, scaling: float) -> torch.Tensor | None:
         """The query times the shift, times scaling."""
@@ -98,7 +109,8 @@ class Int8Codec(Codec):
         if not tame:
             values = self._tamed(layer, source, values)
             largest = torch.amax(values.abs(), dim=-1, keepdim=True)
-        scales = torch.add(self._round_up, largest, alpha=1 / _CODE_MAX).clamp_(_SMALLEST_SCALE, _LARGEST_SCALE)
+        # Two roundings, not one fused: the compiled append must give the same bytes.
+        scales = torch.mul(largest, 1 / _CODE_MAX).add_(_ROUND_UP).clamp_(_SMALLEST_SCALE, _LARGEST_SCALE)
         stored = scales.to(torch.float16)
         torch.mul(values, scales.copy_(stored).reciprocal_(), out=codes).round_()
         if not tame:
