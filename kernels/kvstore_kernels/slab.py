@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore_kernels.errors import LayoutError
+from kvstore_kernels.errors import LayoutError, TableError
 from kvstore_kernels.layout import ALIGNMENT, BlockLayout
 
 TORCH_DTYPES = {
@@ -84,6 +84,11 @@ class Slab:
         """Raises LayoutError outside [0, slots)."""
         if not 0 <= slot < self.slots:
             raise LayoutError(f"slot {slot}: expected 0 to {self.slots - 1}")
+
+    def check_writable(self) -> None:
+        """Raises TableError if the slab is mapped read-only."""
+        if not self.writable:
+            raise TableError("the block lies in read-only memory: copy its used part into a private block first")
 
     def slot_buffer(self, slot: int) -> memoryview:
         """The slot's bytes, for checksums and transfers. Valid while the slab lives."""

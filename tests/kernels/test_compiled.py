@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +62,22 @@ def test_append_gives_the_bytes_of_the_torch_path(
     compiled, plain = (table.entry(0, 0).slab.data for table in tables)
     assert torch.equal(compiled, plain)
     assert bench.codec.nonfinite == 0
+
+
+@pytest.mark.parametrize("codec", ["int8", "passthrough"])
+def test_a_prompt_gives_the_bytes_of_the_torch_path(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    bench = make(codec, layers=2, kv_heads=3, k_dim=80, v_dim=96)
+    tables = [bench.table([230, 300, 64], "scattered") for _ in range(2)]
+    # As a model hands them over: K contiguous, V a transposed view; rows start anywhere and have padding.
+    k, v = torch.randn(3, 3, 200, 80), torch.randn(3, 200, 3, 96).transpose(1, 2)
+    targets = [RowTarget(0, 30), RowTarget(71, 100), RowTarget(200, 0)]
+    for table, missing in zip(tables, ("", "left out"), strict=True):
+        monkeypatch.setattr(f"{STEP}._MISSING", missing)
+        bench.codec.write(1, k, v, table, targets)
+    compiled, plain = (table.entry(0, 0).slab.data for table in tables)
+    assert torch.equal(compiled, plain)
 
 
 def test_numbers_that_are_not_finite_take_the_careful_path(make: Callable[..., Any]) -> None:
@@ -128,3 +146,23 @@ def test_reasons_to_stay_on_torch(make: Callable[..., Any], monkeypatch: pytest.
         assert "32 threads" in compiled_reason(codec)
     monkeypatch.setattr(f"{STEP}._MISSING", "No module named 'numba'")
     assert "pip install numba" in compiled_reason(codec)
+
+
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+def test_a_table_lets_go_of_its_slabs_without_a_collection(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A worker's mapping ends with its last request, not at some garbage collection: else its session never could."""
+    monkeypatch.setattr(f"{STEP}._MISSING", "" if path == "compiled" else "left out")
+    bench = make("int8")
+    layout = bench.layout
+    table = bench.filled(torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64), [0])
+    query = torch.randn(1, 2 * layout.kv_heads, 1, layout.k_dim)
+    decode_attention(query, bench.codec, 0, table, scaling=0.1)
+    slab = weakref.ref(table.entry(0, 0).slab)
+    gc.disable()
+    try:
+        del table
+        assert slab() is None
+    finally:
+        gc.enable()

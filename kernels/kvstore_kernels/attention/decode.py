@@ -51,7 +51,7 @@ def decode_attention(
         if length == 1 and options.plain(table.token_counts):
             step = compiled_step(codec, table)
             if step is not None:
-                return step.attend(query, layer, options.group, scaling).to(query.dtype)
+                return step.attend(table, query, layer, options.group, scaling).to(query.dtype)
         if rows == 1 and length == 1 and table.tokens(0):
             grouped = query.detach().float().reshape(layout.kv_heads, options.group, layout.k_dim)
             out = _attend(grouped, codec, layer, table, 0, options, 1)

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from kvstore_kernels.codecs.placement import check_writable, pieces, token_place
+from kvstore_kernels.codecs.placement import pieces, token_place
 from kvstore_kernels.codecs.plan import CodecPlan
 from kvstore_kernels.compiled import compiled_step
 from kvstore_kernels.errors import LayoutError, PlanError, TableError
@@ -81,10 +81,11 @@ class Codec(ABC):
         """
         length = self._checked_length(layer, k, v, table, row_targets)
         k, v = k.detach(), v.detach()
+        step = compiled_step(self, table)
+        if step is not None and step.append(table, layer, k, v, row_targets):
+            return
         if length == 1:
-            step = compiled_step(self, table)
-            if step is None or not step.append(layer, k, v, row_targets):
-                self._append(layer, k, v, table, row_targets)
+            self._append(layer, k, v, table, row_targets)
             return
         for row, (skip, start) in enumerate(row_targets):
             if skip >= length:
@@ -92,7 +93,7 @@ class Codec(ABC):
             if skip < 0:
                 raise TableError(f"row {row} skips {skip} positions: expected 0 or more")
             for slab, slot, blocks, inside, at, tokens in pieces(table, row, start, length - skip, self.tile_blocks):
-                check_writable(slab)
+                slab.check_writable()
                 first = skip + at
                 views = slab.views(self.layout)[layer]
                 k_tile, v_tile = k[row, :, first : first + tokens], v[row, :, first : first + tokens]
@@ -127,7 +128,7 @@ class Codec(ABC):
         """Copies the first `count` tokens of a block into another, code for code, all layers, K and V."""
         if not 0 <= count <= self.layout.block_tokens:
             raise TableError(f"count {count}: expected 0 to {self.layout.block_tokens}")
-        check_writable(dst.slab)
+        dst.slab.check_writable()
         src.slab.check_slot(src.slot)
         dst.slab.check_slot(dst.slot)
         targets = dst.slab.block_views(self.layout)

@@ -75,7 +75,7 @@ def token_place(layout: BlockLayout, table: BlockTable, row: int, token: int) ->
     if cached is not None and cached[0] == made_for:
         found: TokenPlace = cached[1]
         return found
-    check_writable(slab)
+    slab.check_writable()
     views = slab.block_views(layout)
     scales = None
     if "k_scales" in views:
@@ -87,9 +87,3 @@ def token_place(layout: BlockLayout, table: BlockTable, row: int, token: int) ->
     place = TokenPlace(k.unbind(0), v.unbind(0), scales)
     table.view_cache[row, APPEND_VIEWS] = (made_for, place)
     return place
-
-
-def check_writable(slab: Slab) -> None:
-    """Raises TableError if the slab is mapped read-only."""
-    if not slab.writable:
-        raise TableError("the block lies in read-only memory: copy its used part into a private block first")

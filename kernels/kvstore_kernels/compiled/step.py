@@ -13,7 +13,7 @@ from kvstore_kernels.errors import TableError
 from kvstore_kernels.table import ALL_ROWS, COMPILED_STEP, BlockTable
 
 try:
-    from kvstore_kernels.compiled.append import append_function
+    from kvstore_kernels.compiled.append import SHAPE_NUMBERS, append_function
     from kvstore_kernels.compiled.attend import attend_function
     from kvstore_kernels.compiled.memory import dimensions
 except ImportError as missing:
@@ -72,7 +72,8 @@ class CompiledStep:
     """Addresses and counts of one table as the compiled functions read them.
 
     Invariants: belongs to one table and one codec, so to one thread at a time; `_versions` and `_counts` are what the
-    arrays were made for; addresses are used only while the table holds their slabs.
+    arrays were made for; addresses are used only while the table holds their slabs. The table keeps the step, so the
+    step doesn't keep the table: a cycle would keep slabs mapped until a garbage collection.
     """
 
     def __init__(self, codec: Codec, table: BlockTable) -> None:
@@ -83,27 +84,27 @@ class CompiledStep:
         self._dimensions_at = self._dimensions.ctypes.data
         self._attend = attend_function(codec.scaled)
         self._append = append_function(codec.scaled, *codec.code_constants)
-        self._table = table
         self._versions: list[int] | None = None
         self._counts: list[int] | None = None
         self._addresses = np.empty(0, np.int64)
         self._row_addresses: list[np.ndarray[Any, np.dtype[np.int64]]] = []
         self._first = np.zeros(rows, np.int64)
         self._tokens = np.zeros(rows, np.int64)
-        self._blocks = np.zeros(rows, np.int64)
-        self._places = np.zeros(rows, np.int64)
+        self._skips = np.zeros(rows, np.int64)
+        self._starts = np.zeros(rows, np.int64)
+        self._shape = np.zeros(SHAPE_NUMBERS, np.int64)
         self._addresses_at = 0
         self._first_at, self._tokens_at = self._first.ctypes.data, self._tokens.ctypes.data
-        self._blocks_at, self._places_at = self._blocks.ctypes.data, self._places.ctypes.data
-        self._targets: Sequence[RowTarget | tuple[int, int]] | None = None
-        self._targets_versions: list[int] | None = None
+        self._skips_at, self._starts_at = self._skips.ctypes.data, self._starts.ctypes.data
+        self._shape_at = self._shape.ctypes.data
+        self._aimed: tuple[Sequence[RowTarget | tuple[int, int]], int, list[int]] | None = None
         self._factors: tuple[float, list[torch.Tensor | float]] = (0.0, [])
 
-    def attend(self, query: torch.Tensor, layer: int, group: int, scaling: float) -> torch.Tensor:
+    def attend(self, table: BlockTable, query: torch.Tensor, layer: int, group: int, scaling: float) -> torch.Tensor:
         """Query [rows, q_heads, 1, k_dim] over all tokens of each row -> float32 [rows, 1, q_heads, v_dim]."""
         layout = self._codec.layout
-        if self._versions != self._table.versions or self._counts != self._table.token_counts:
-            self._refresh()
+        if self._versions != table.versions or self._counts != table.token_counts:
+            self._refresh(table)
         rows = query.shape[0]
         factor = self._factor(layer, scaling)
         grouped = query.detach().reshape(rows, layout.kv_heads, group, layout.k_dim)
@@ -123,24 +124,41 @@ class CompiledStep:
         return result
 
     def append(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, targets: Sequence[RowTarget | tuple[int, int]]
+        self,
+        table: BlockTable,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        targets: Sequence[RowTarget | tuple[int, int]],
     ) -> bool:
-        """Stores k [rows, kv_heads, 1, k_dim] and v. False, with nothing written: the torch path must look at them.
+        """Stores k [rows, kv_heads, L, k_dim] and v. False: the torch path must write all of it (again).
 
         Raises TableError past a row's blocks or on read-only memory.
         """
-        if targets is not self._targets or self._targets_versions != self._table.versions:
-            self._aim(targets)
-        keys, values = k.detach().float().contiguous(), v.detach().float().contiguous()
+        rows, _, length, _ = k.shape
+        aimed = self._aimed
+        if aimed is None or aimed[0] is not targets or aimed[1] != length or aimed[2] != table.versions:
+            self._aim(table, targets, length)
+        if k.dtype != torch.float32 or v.dtype != torch.float32:
+            if length > 1:
+                return False
+            k, v = k.float(), v.float()
+        if k.stride(3) != 1:
+            k = k.contiguous()
+        if v.stride(3) != 1:
+            v = v.contiguous()
+        self._shape[:] = (rows, length, *k.stride()[:3], *v.stride()[:3])
         shift_at, inverse_at = self._codec.static_addresses(layer)
         return self._append(
             self._dimensions_at,
-            self._blocks_at,
-            self._places_at,
-            k.shape[0],
+            self._shape_at,
+            self._addresses_at,
+            self._first_at,
+            self._skips_at,
+            self._starts_at,
             layer * self._layer_bytes,
-            keys.data_ptr(),
-            values.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
             shift_at,
             inverse_at,
         )
@@ -153,8 +171,7 @@ class CompiledStep:
             self._factors = (scaling, factors)
         return factors[layer]
 
-    def _refresh(self) -> None:
-        table = self._table
+    def _refresh(self, table: BlockTable) -> None:
         if self._versions != table.versions:
             self._row_addresses = [table.row_addresses(row) for row in range(table.rows)]
             self._addresses = np.concatenate(self._row_addresses) if table.rows else np.empty(0, np.int64)
@@ -165,22 +182,22 @@ class CompiledStep:
         self._counts = list(table.token_counts)
         self._tokens[:] = self._counts
 
-    def _aim(self, targets: Sequence[RowTarget | tuple[int, int]]) -> None:
-        table = self._table
+    def _aim(self, table: BlockTable, targets: Sequence[RowTarget | tuple[int, int]], length: int) -> None:
+        if self._versions != table.versions:
+            self._refresh(table)
         for row, (skip, start) in enumerate(targets):
-            if skip > 0:
-                self._blocks[row] = 0
+            if skip < 0:
+                raise TableError(f"row {row} skips {skip} positions: expected 0 or more")
+            self._skips[row] = skip
+            self._starts[row] = start
+            end = start + length - skip
+            if skip >= length:
                 continue
-            if skip < 0 or not 0 <= start < table.capacity(row):
+            if start < 0 or end > table.capacity(row):
                 raise TableError(
-                    f"token {start} of row {row} (skip {skip}): its blocks hold {table.capacity(row)} tokens; "
+                    f"tokens {start} to {end} of row {row}: its blocks hold {table.capacity(row)} tokens; "
                     "append blocks first"
                 )
-            block, place = divmod(start, table.block_tokens)
-            slab, slot = table.entry(row, block)
-            if not slab.writable:
-                raise TableError(f"block {block} of row {row} lies in read-only memory: take a private block first")
-            self._blocks[row] = slab.address(slot)
-            self._places[row] = place
-        self._targets = targets
-        self._targets_versions = list(table.versions)
+            for block in range(start // table.block_tokens, -(-end // table.block_tokens)):
+                table.entry(row, block).slab.check_writable()
+        self._aimed = (targets, length, list(table.versions))
