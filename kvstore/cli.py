@@ -5,17 +5,21 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from kvstore import cli_admin, version
-from kvstore.config import ConfigurationError, StartError, load_config
+from kvstore.config import ConfigurationError, StartError, check_memory, load_config, shorten
 
 PROGRAMS = {
     "demo": "Shows two workers sharing one document with a real model.",
     "bench": "Runs the benchmarks.",
 }
+
+
+# The base of all mistakes in a command line; typer shows only this one of its children.
+_WRONG_USAGE: Any = typer.BadParameter.__mro__[1]
 
 
 def serve(
@@ -31,14 +35,19 @@ def serve(
     namespace_budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Limit of each namespace [default: the whole budget].")
     ] = None,
-    max_sessions: Annotated[int | None, typer.Option(help="Workers at a time [default: 64].")] = None,
-    grace: Annotated[float | None, typer.Option(help="Seconds that calls get at the stop [default: 10].")] = None,
+    max_sessions: Annotated[str | None, typer.Option(metavar="COUNT", help="Workers at a time [default: 64].")] = None,
+    grace: Annotated[
+        str | None, typer.Option(metavar="SECONDS", help="Seconds that calls get at the stop [default: 10].")
+    ] = None,
     session_grace: Annotated[
-        float | None, typer.Option(help="Seconds a TCP session outlives its stream [default: 10].")
+        str | None,
+        typer.Option(metavar="SECONDS", help="Seconds a TCP session outlives its stream [default: 10]."),
     ] = None,
     json_logs: Annotated[bool | None, typer.Option("--json-logs", help="Log JSON lines.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [default: info].")] = None,
-    ready_fd: Annotated[int | None, typer.Option(help="Descriptor to write the addresses to when ready.")] = None,
+    ready_fd: Annotated[
+        str | None, typer.Option(metavar="FD", help="Descriptor to write the addresses to when ready.")
+    ] = None,
     exit_with_parent: Annotated[bool, typer.Option(help="Stop when the starting process dies.")] = False,
 ) -> None:
     """Runs the service until SIGTERM or Ctrl-C. Every option can be set as KVSTORE_<OPTION>, e.g. KVSTORE_BUDGET."""
@@ -51,29 +60,33 @@ def serve(
         "session_grace": session_grace, "json_logs": json_logs, "log_level": log_level,
     }  # fmt: skip
     config = load_config(given, os.environ)
+    check_memory(config.budget_bytes)
     configure_logging("supervisor", as_json=config.json_logs, level=config.log_level)
 
-    if ready_fd is not None and not _is_open(ready_fd):
-        raise ConfigurationError(f"--ready-fd {ready_fd} is not open. Expected a descriptor inherited from the starter")
+    ready = None if ready_fd is None else _inherited(ready_fd)
 
     def announce(addresses: list[str]) -> None:
         # Whoever asked may have stopped listening; that is no reason not to serve.
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.write(f"kvstore: serving on {' and '.join(addresses)}\n")
             sys.stdout.flush()
-        if ready_fd is not None:
-            with os.fdopen(ready_fd, "wb", buffering=0) as ready:
-                ready.write("".join(f"{address}\n" for address in addresses).encode())
+        if ready is not None:
+            with os.fdopen(ready, "wb", buffering=0) as stream:
+                stream.write("".join(f"{address}\n" for address in addresses).encode())
 
     raise typer.Exit(Supervisor(config, announce=announce, watch_parent=exit_with_parent).run())
 
 
-def _is_open(fd: int) -> bool:
+def _inherited(text: str) -> int:
+    """The descriptor that --ready-fd names. ConfigurationError when there is none."""
     try:
+        fd = int(text)
         os.fstat(fd)
-    except OSError:
-        return False
-    return True
+    except (ValueError, OverflowError, OSError):
+        raise ConfigurationError(
+            f"--ready-fd {shorten(text)} is not open. Expected a descriptor inherited from the starter: pass its number"
+        ) from None
+    return fd
 
 
 def show_version() -> None:
@@ -118,10 +131,31 @@ def _program(module: str) -> Callable[[typer.Context], None]:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Entry point: the user's own mistakes end in one line on stderr and a non-zero exit code."""
     try:
-        build()(arguments)
+        status = build()(arguments, standalone_mode=False)
     except StartError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
+    except _WRONG_USAGE as error:
+        # `kvstore` alone: its text is the help.
+        alone = type(error).__name__ == "NoArgsIsHelpError"
+        sys.stderr.write(f"{error.format_message()}\n" if alone else f"error: {_mistake(error)}\n")
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(130)
     except KeyboardInterrupt:
         sys.exit(130)
-    sys.exit(0)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _mistake(error: Any) -> str:
+    """What is wrong with the command line, in one line with a remedy."""
+    what = shorten(" ".join(error.format_message().split()).rstrip("."))
+    context = error.ctx
+    command = "kvstore" if context is None or context.parent is None else f"kvstore {context.info_name}"
+    if isinstance(error, typer.BadParameter):
+        expected = "a value that it takes"
+    elif command == "kvstore":
+        expected = f"one of {', '.join(sorted(context.command.commands))}" if context else "a command"
+    else:
+        expected = "options and arguments that it knows"
+    return f"{command}: {what}. Expected {expected}: see `{command} --help`"

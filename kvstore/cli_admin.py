@@ -5,12 +5,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstore.config import StartError, default_address
+from kvstore.config import ConfigurationError, StartError, check_address, default_address, given_address, shorten
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -22,6 +21,7 @@ CHECK_DEADLINE_S = 600.0
 AddressOption = Annotated[
     str | None, typer.Option("--address", metavar="PATH", help="The service's socket [env: KVSTORE_ADDRESS].")
 ]
+NamespaceArgument = Annotated[str, typer.Argument(help="Id, from `kvstore namespaces`.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -100,21 +100,21 @@ def sessions(address: AddressOption = None, as_json: JsonOption = False) -> None
 
 
 def evict(
-    namespace: Annotated[int, typer.Argument(min=0, help="Id, from `kvstore namespaces`.")],
+    namespace: NamespaceArgument,
     address: AddressOption = None,
     include_pinned: Annotated[bool, typer.Option("--include-pinned", help="Pinned chains too.")] = False,
 ) -> None:
     """Takes a namespace's blocks out of the cache. Blocks in use go when their last lease ends."""
     from kvstore_proto.v1 import admin_pb2
 
-    request = admin_pb2.EvictRequest(namespace_id=namespace, include_pinned=include_pinned)
+    request = admin_pb2.EvictRequest(namespace_id=_namespace_id(namespace), include_pinned=include_pinned)
     with _admin(address) as admin:
         reply = admin.Evict(request, timeout=DEADLINE_S)
     sys.stdout.write(f"freed {reply.freed}, in use until released {reply.condemned}, pinned {reply.pinned}\n")
 
 
 def pin(
-    namespace: Annotated[int, typer.Argument(min=0, help="Id, from `kvstore namespaces`.")],
+    namespace: NamespaceArgument,
     digest: Annotated[str, typer.Argument(help="Digest of the chain's last block, 64 hex digits.")],
     address: AddressOption = None,
     remove: Annotated[bool, typer.Option("--remove", help="Unpin.")] = False,
@@ -122,11 +122,12 @@ def pin(
     """Keeps a chain of blocks from eviction."""
     from kvstore_proto.v1 import admin_pb2
 
+    number = _namespace_id(namespace)
     try:
         raw = bytes.fromhex(digest)
     except ValueError:
         raise StartError(f"digest {digest[:80]!r} is not hexadecimal. Expected 64 hex digits: correct it") from None
-    request = admin_pb2.PinChainRequest(namespace_id=namespace, digest=raw, pinned=not remove)
+    request = admin_pb2.PinChainRequest(namespace_id=number, digest=raw, pinned=not remove)
     with _admin(address) as admin:
         reply = admin.PinChain(request, timeout=DEADLINE_S)
     sys.stdout.write(f"{'unpinned' if remove else 'pinned'} a chain of {reply.blocks} blocks\n")
@@ -153,12 +154,23 @@ def check(
         raise typer.Exit(1)
 
 
+def _namespace_id(text: str) -> int:
+    # 64 bits is what the message carries, and 20 digits what that takes.
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 2**64):
+        raise ConfigurationError(
+            f"namespace {shorten(text)!r}: expected an id, a whole number from 0 to 2**64 - 1: "
+            "take one that `kvstore namespaces` lists"
+        )
+    return int(text)
+
+
 @contextmanager
 def _admin(address: str | None) -> "Iterator[admin_pb2_grpc.AdminServiceStub]":
     import grpc
     from kvstore_proto.v1 import admin_pb2_grpc
 
-    path = Path(address.removeprefix("unix:")).absolute() if address else default_address(os.environ)
+    path = default_address(os.environ) if address is None else given_address(address, "--address")
+    check_address(path)
     socket = path.with_name(path.name + ".admin")
     if not socket.exists():
         raise StartError(

@@ -14,6 +14,8 @@ SOCKET_NAME = "kvstore.sock"
 # sun_path holds 108 bytes with the closing zero; the longest name beside the socket is ".admin".
 MAX_ADDRESS_BYTES = 107 - len(".admin")
 MAX_SESSIONS = 4096
+_MOST_DIGITS = 20
+_LONGEST_SHOWN = 120
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -55,12 +57,7 @@ class ServiceConfig:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        length = len(os.fsencode(self.address))
-        if length > MAX_ADDRESS_BYTES:
-            raise ConfigurationError(
-                f"address of {length} bytes: {self.address}. Expected at most {MAX_ADDRESS_BYTES} bytes, the limit "
-                "for Unix sockets: choose a shorter path with --address"
-            )
+        check_address(self.address)
         if self.listen:
             host, _ = split_host_port(self.listen)
             if not self.insecure and not _is_loopback(host):
@@ -81,7 +78,9 @@ class ServiceConfig:
     @staticmethod
     def _check_range(option: str, value: float, low: float, high: float) -> None:
         if not low <= value <= high:
-            raise ConfigurationError(f"{option} {value}. Expected a value from {low} to {high}")
+            raise ConfigurationError(
+                f"{option} {shorten(str(value))}. Expected a value from {low} to {high}: correct it or leave it out"
+            )
 
     @property
     def descriptor_address(self) -> Path:
@@ -124,7 +123,7 @@ def load_config(options: Mapping[str, Any], env: Mapping[str, str]) -> ServiceCo
 def default_address(env: Mapping[str, str]) -> Path:
     """KVSTORE_ADDRESS, else below XDG_RUNTIME_DIR, else below /run where this user may write there."""
     if env.get(ENV_PREFIX + "ADDRESS"):
-        return _parse_address(env[ENV_PREFIX + "ADDRESS"])
+        return given_address(env[ENV_PREFIX + "ADDRESS"], ENV_PREFIX + "ADDRESS")
     runtime = env.get("XDG_RUNTIME_DIR")
     if runtime:
         return Path(runtime) / "kvstore" / SOCKET_NAME
@@ -137,12 +136,49 @@ def default_address(env: Mapping[str, str]) -> Path:
     )
 
 
+def given_address(text: str, source: str) -> Path:
+    """The path of a socket that somebody gave as `source`. ConfigurationError when it can't be one."""
+    path: Path = _parse(_parse_address, text, source)
+    check_address(path)
+    return path
+
+
+def check_address(path: Path) -> None:
+    """Raises ConfigurationError for a path that is too long for a socket."""
+    length = len(os.fsencode(path))
+    if length > MAX_ADDRESS_BYTES:
+        raise ConfigurationError(
+            f"address of {length} bytes: {shorten(str(path))}. Expected at most {MAX_ADDRESS_BYTES} bytes, the limit "
+            "for Unix sockets: choose a shorter path with --address"
+        )
+
+
+def check_memory(budget_bytes: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
+    """Raises ConfigurationError for a budget that this machine, or the control group of this process, never has.
+
+    What is free right now is no matter here: the budget is touched little by little, and watched on the way.
+    """
+    from kvstore.device.headroom import memory_total
+
+    total = memory_total(proc, cgroups)
+    if budget_bytes > total.nbytes:
+        raise ConfigurationError(
+            f"--budget {budget_bytes}: expected at most the {total.nbytes} bytes ({total.nbytes / 2**30:.1f} GiB) that "
+            f"are {total.limit}: give a smaller --budget, or more memory"
+        )
+
+
+def shorten(text: str) -> str:
+    """A value fit for one line of an error."""
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
+
+
 def split_host_port(text: str) -> tuple[str, int]:
     """Host and port of "host:port". ConfigurationError when it is none."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise ConfigurationError(
-            f"--listen {text!r}. Expected host:port, for example 127.0.0.1:7400 (port 0 = any free one)"
+            f"--listen {shorten(text)!r}. Expected host:port, for example 127.0.0.1:7400 (port 0 = any free one)"
         )
     return host, int(port)
 
@@ -161,7 +197,10 @@ def parse_size(text: str) -> int:
     """Bytes of "4GiB", "512 MiB", "4096". ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"expected a size such as 4GiB or 512MiB, got {text!r}")
+        raise ValueError("expected a size such as 4GiB or 512MiB")
+    if len(match[1]) > _MOST_DIGITS:
+        # More than any machine has, and than a float holds.
+        raise ValueError(f"expected a size of at most {_MOST_DIGITS} digits, such as 4GiB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -171,13 +210,21 @@ def _parse(parse: Any, text: str, source: str) -> Any:
     except ConfigurationError:
         raise
     except ValueError as error:
-        raise ConfigurationError(f"{source}={text!r}: {error}. Correct the value or leave {source} out") from None
+        raise ConfigurationError(
+            f"{source}={shorten(text)!r}: {error}. Correct the value or leave {source} out"
+        ) from None
 
 
 def _parse_address(text: str) -> Path:
     text = text.removeprefix("unix:")
     if not text or "\0" in text:
         raise ValueError("expected the path of a socket, for example /run/kvstore/kvstore.sock")
+    # Without this a socket of that name appears in the working folder, and nobody listens where the user meant.
+    if (":" in text and not text.startswith("/")) or ("/" not in text and not text.endswith(".sock")):
+        raise ValueError(
+            "expected the path of a socket, for example /run/kvstore/kvstore.sock or ./kvstore.sock. "
+            "For TCP give HOST:PORT with --listen of `kvstore serve`"
+        )
     return Path(text).absolute()
 
 
@@ -189,6 +236,20 @@ def _parse_bool(text: str) -> bool:
     raise ValueError("expected true or false")
 
 
+def _parse_int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("expected a whole number") from None
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("expected a number of seconds") from None
+
+
 _PARSERS: dict[str, Any] = {
     "address": _parse_address,
     "listen": str,
@@ -196,9 +257,9 @@ _PARSERS: dict[str, Any] = {
     "device": str,
     "budget": parse_size,
     "namespace_budget": parse_size,
-    "max_sessions": int,
-    "grace": float,
-    "session_grace": float,
+    "max_sessions": _parse_int,
+    "grace": _parse_seconds,
+    "session_grace": _parse_seconds,
     "json_logs": _parse_bool,
     "log_level": str.lower,
 }

@@ -41,6 +41,8 @@ class Address:
 
 def parse_address(text: str) -> Address:
     """Reads an address; nothing is opened. Raises AddressError with the accepted forms."""
+    if not isinstance(text, str):
+        raise AddressError(f"address {text!r} is of type {type(text).__name__}: {_FORMS}, as a str")
     if text == EMBEDDED:
         return Address(text)
     if text.startswith(("unix:", "/")):

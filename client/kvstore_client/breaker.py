@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 
 class CircuitBreaker:
-    """Closed: calls pass. Open after `failures` consecutive ones: no call passes for `cooldown_s`. Then half-open:
-    one call probes; its success closes the breaker, its failure opens it again.
+    """Closed: calls pass. Open after `failures` consecutive failures, or a decisive one: no call passes for
+    `cooldown_s`. Then half-open: one call probes; its success closes the breaker, its failure opens it again.
 
     Invariants: at most one probe is under way; a probe that never reports counts as failed after another cooldown.
     """
@@ -44,10 +44,12 @@ class CircuitBreaker:
         with self._lock:
             self._failed = 0
 
-    def failure(self) -> bool:
-        """The service did not answer. True when this opened the breaker."""
+    def failure(self, *, decisive: bool = False) -> bool:
+        """The service did not answer. True when this opened the breaker; a `decisive` one does so alone."""
         with self._lock:
-            self._failed += 1
-            if self._failed >= self._limit:
+            was_open = self._failed >= self._limit
+            self._failed = max(self._failed + 1, self._limit if decisive else 0)
+            now_open = self._failed >= self._limit
+            if now_open:
                 self._quiet_until = self._clock() + self._cooldown_s
-            return self._failed == self._limit
+            return now_open and not was_open

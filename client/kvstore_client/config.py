@@ -24,9 +24,9 @@ class ClientConfig:
 
     connect_timeout_s: float = 5.0
     """For one attempt to attach: hello, probe, welcome."""
-    lookup_timeout_s: float = 1.0
+    lookup_timeout_s: float = 0.5
     """For LookupAndLease, beyond the time it was asked to wait for a writer."""
-    reserve_timeout_s: float = 1.0
+    reserve_timeout_s: float = 0.5
     """For Reserve, and for mapping a slab."""
     control_timeout_s: float = 5.0
     """For everything else that carries no payload."""
@@ -35,7 +35,8 @@ class ClientConfig:
     retry_interval_s: float = 0.2
     """Pause between attempts to attach."""
     breaker_failures: int = 3
-    """Consecutive calls without an answer after which the service is left alone."""
+    """Consecutive failed calls after which the service is left alone; one that somebody waits for until its deadline is
+    enough."""
     breaker_cooldown_s: float = 1.0
     """How long it is left alone before one call probes it."""
     verify: str = "first"
@@ -57,13 +58,17 @@ class ClientConfig:
             "breaker_cooldown_s", "payload_bytes_per_s", "notice_interval_s",
         ):  # fmt: skip
             value = getattr(self, name)
+            _check_number(name, value, int, float)
             if not (math.isfinite(value) and value > 0):
                 raise SettingError(f"{name}={value}: expected a positive number")
         for name in ("breaker_failures", "queue_limit", "local_slab_bytes"):
+            _check_number(name, getattr(self, name), int)
             if getattr(self, name) < 1:
                 raise SettingError(f"{name}={getattr(self, name)}: expected at least 1")
-        if self.local_budget is not None and self.local_budget < 0:
-            raise SettingError(f"local_budget={self.local_budget}: expected 0 or more bytes")
+        if self.local_budget is not None:
+            _check_number("local_budget", self.local_budget, int)
+            if self.local_budget < 0:
+                raise SettingError(f"local_budget={self.local_budget}: expected 0 or more bytes")
         if self.verify not in VERIFY_MODES:
             raise SettingError(f"verify={self.verify!r}: expected one of {', '.join(VERIFY_MODES)}")
 
@@ -93,6 +98,12 @@ class ClientConfig:
             if getattr(self, field.name) == field.default:
                 given[field.name] = value
         return replace(self, **given)
+
+
+def _check_number(name: str, value: object, *kinds: type) -> None:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        expected = "a whole number, such as 2**30 for a GiB" if kinds == (int,) else "a number"
+        raise SettingError(f"{name}={value!r} is of type {type(value).__name__}: expected {expected}")
 
 
 def _parse(variable: str, name: str, text: str, default: object) -> Any:

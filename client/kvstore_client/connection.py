@@ -55,6 +55,7 @@ class Connection:
         self._link: Link | None = None
         self._previous: Link | None = None
         self._closing = threading.Event()
+        self._lingering = threading.Event()
         self.first_attempt = threading.Event()
         self._attached = threading.Event()
         self.error: KVStoreError | None = None
@@ -80,6 +81,10 @@ class Connection:
         """Begins to attach."""
         self._thread.start()
 
+    def linger(self) -> None:
+        """Keeps this attachment, but makes no other: whatever is still to be said goes to this session."""
+        self._lingering.set()
+
     def close(self, timeout_s: float, *, goodbye: bool) -> None:
         """Ends the attachment. With `goodbye` in order: the service takes back at once all that the session holds.
 
@@ -96,7 +101,7 @@ class Connection:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        while not (self._closing.is_set() or self._lingering.is_set()):
             pause_s = self._who.config.retry_interval_s
             try:
                 link = attach(self._who, self._previous, self._transports, self._owner.unmapped, self._owner.silent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kvstore_client.namespace import Namespace, Registration
 
 _RETURNS_A_CALL = 4096
+_GOODBYE_S = 1.0
 
 
 class Core:
@@ -65,6 +67,7 @@ class Core:
         self.worker = Worker("kvstore-background", who.config.queue_limit, self._idle)
         self._pid = os.getpid()
         self._closed = threading.Event()
+        self._lingering = threading.Event()
         self._debts: dict[int, Debt] = {}
         # Said, and maybe lost with a stream: said again when the session goes on over another one.
         self._unmapped: dict[int, deque[int]] = {}
@@ -169,6 +172,9 @@ class Core:
 
     def detached(self, reason: str) -> None:
         """The session is lost."""
+        if self._closed.is_set():
+            self.worker.poke(lambda: None)
+            return
         self.registry.lost()
         self.notices.warn_condition(
             "service-away",
@@ -216,6 +222,13 @@ class Core:
 
     def _idle(self) -> bool:
         """Deferred work. Whether there is more that the service may take soon."""
+        more = self._catch_up()
+        if self._lingering.is_set() and (self.connection.link is None or not (more or self._in_use())):
+            self._end_lingering()
+            return False
+        return more
+
+    def _catch_up(self) -> bool:
         link = self.connection.link
         if link is None:
             return bool(self._debts) and self._forget_past()
@@ -237,6 +250,8 @@ class Core:
             self.notices.warn("return-refused", f"the service did not take blocks back: {error}")
         if not self._debts.get(link.epoch):
             self._debts.pop(link.epoch, None)
+        if self._lingering.is_set():
+            return bool(self._debts)
         return self.registry.register_missing(link) or bool(self._debts)
 
     def _forget_past(self) -> bool:
@@ -261,8 +276,12 @@ class Core:
             link.call("Abort", link.blocks.Abort, abort, timeout_s, probe=True)
             debt.slots.difference_update(slots)
 
-    def close(self, timeout_s: float) -> None:
-        """Flushes, says goodbye and ends the threads within about `timeout_s`. Idempotent."""
+    def close(self, timeout_s: float, *, linger: bool = True) -> None:
+        """Flushes, says goodbye and ends the threads within about `timeout_s`. Idempotent.
+
+        What somebody still reads can't be unmapped: with `linger` the session then goes on in the background until
+        nothing is in use, and ends in order. Without, it ends with this process.
+        """
         if not self.in_own_process() or self._closed.is_set():
             return
         self._closed.set()
@@ -272,18 +291,42 @@ class Core:
             self.notices.warn(
                 "still-open",
                 f"requests still open: {len(left)}, the oldest for {left[-1]:.0f} s. What they hold is given back when "
-                "this process ends; close caches before the store",
+                "their caches go, or this process ends; close caches before the store",
             )
         settled = self.worker.flush(timeout_s)
         link = self.connection.link
-        mapped = 0
         if link is not None and link.slabs is not None:
             link.slabs.close()
             settled = self.worker.flush(max(0.0, deadline - time.monotonic()))
-            mapped = link.slabs.alive
-        goodbye = settled and not left and not mapped
+        in_use = self._in_use()
+        if in_use and linger and self.connection.link is not None:
+            # An exit waits for nobody: then the session ends with the process.
+            atexit.register(self._stop_lingering)
+            self.connection.linger()
+            self._lingering.set()
+            # What was in use may have gone since it was asked.
+            self.worker.poke(lambda: None)
+            return
+        goodbye = settled and not in_use
         self.connection.close(min(1.0, max(0.1, deadline - time.monotonic())), goodbye=goodbye)
         self.worker.stop(max(0.1, deadline - time.monotonic()))
+
+    def _in_use(self) -> bool:
+        """Whether requests hold something, or something of the service's is mapped."""
+        link = self.connection.link
+        return bool(self.open_requests()) or (link is not None and link.slabs is not None and link.slabs.alive > 0)
+
+    def _end_lingering(self) -> None:
+        """In the worker's thread: nothing is in use any more, or nobody is left to tell."""
+        self._lingering.clear()
+        atexit.unregister(self._stop_lingering)
+        self.connection.close(_GOODBYE_S, goodbye=True)
+        self.worker.stop(0)
+
+    def _stop_lingering(self) -> None:
+        self._lingering.clear()
+        self.connection.close(0.1, goodbye=False)
+        self.worker.stop(0.1)
 
 
 def split_digests(chain: bytes) -> list[bytes]:

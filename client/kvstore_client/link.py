@@ -122,7 +122,9 @@ class Link:
         except grpc.RpcError as error:
             typed = from_rpc(error, what)
             if isinstance(typed, ServiceUnavailableError):
-                if self.breaker.failure() and not self.lost.is_set():
+                # Whoever waited has paid a deadline; the next call must not pay another to learn the same.
+                late = not probe and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                if self.breaker.failure(decisive=late) and not self.lost.is_set():
                     self.on_silent(str(typed))
             else:
                 self.breaker.success()

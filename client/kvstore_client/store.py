@@ -250,13 +250,20 @@ class Store:
         )
 
     def close(self, timeout: float = 5.0) -> None:
-        """Detaches all models, finishes what is queued within `timeout` seconds, and ends the session. Idempotent."""
+        """Detaches all models, finishes what is queued within `timeout` seconds, and ends the session. Idempotent.
+
+        While a cache that was handed out still refers to the service's memory, the session goes on in the background:
+        it ends when the last such cache is gone.
+        """
+        self._end(timeout, linger=self._service is None)
+
+    def _end(self, timeout: float, *, linger: bool) -> None:
         if not self._core.in_own_process():
             return
         attachments, self._attachments = self._attachments, []
         for attachment in attachments:
             attachment.detach()
-        self._core.close(timeout)
+        self._core.close(timeout, linger=linger)
         if self._service is not None:
             self._service.close()
         atexit.unregister(self._at_exit)
@@ -282,7 +289,7 @@ class Store:
 def _close_at_exit(reference: weakref.ref[Store]) -> None:
     store = reference()
     if store is not None:
-        store.close(_EXIT_TIMEOUT_S)
+        store._end(_EXIT_TIMEOUT_S, linger=False)  # noqa: SLF001 - a part of the class
 
 
 def _version() -> str:

@@ -106,10 +106,11 @@ class Worker:
         return done.wait(max(0.0, deadline - time.monotonic())) and marker.settled
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the thread after the job under way; drops the others."""
+        """Ends the thread after the job under way; drops the others. The thread itself may call it too."""
         self._stopping.set()
         self._wake.put(None)
-        self._thread.join(timeout_s)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
         with self._lock:
             left = list(self._jobs)
             self._jobs.clear()

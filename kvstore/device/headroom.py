@@ -20,7 +20,12 @@ class Headroom:
 
 def memory_headroom(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Headroom:
     """The least of MemAvailable and what every control group above this process has left (versions 1 and 2)."""
-    found = [Headroom(_available(proc / "meminfo"), "MemAvailable of the machine")]
+    found = [Headroom(_meminfo(proc / "meminfo", "MemAvailable"), "MemAvailable of the machine")]
+    return min([*found, *_control_groups(proc, cgroups)], key=lambda headroom: headroom.nbytes)
+
+
+def _control_groups(proc: Path, cgroups: Path, *, total: bool = False) -> list[Headroom]:
+    found: list[Headroom] = []
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -28,20 +33,27 @@ def memory_headroom(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers == "":
-            found += _groups(cgroups, group, "memory.max", "memory.current")
+            found += _groups(cgroups, group, "memory.max", "memory.current", total=total)
         elif "memory" in controllers.split(","):
-            found += _groups(cgroups / "memory", group, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return min(found, key=lambda headroom: headroom.nbytes)
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            found += _groups(cgroups / "memory", group, *names, total=total)
+    return found
 
 
-def _available(meminfo: Path) -> int:
+def memory_total(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Headroom:
+    """The least of MemTotal and the limit of every control group above this process: never more, whatever is free."""
+    found = [Headroom(_meminfo(proc / "meminfo", "MemTotal"), "MemTotal of the machine")]
+    return min([*found, *_control_groups(proc, cgroups, total=True)], key=lambda headroom: headroom.nbytes)
+
+
+def _meminfo(meminfo: Path, name: str) -> int:
     for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{meminfo} has no line MemAvailable: expected a Linux kernel since 3.14")
+    raise OSError(f"{meminfo} has no line {name}: expected a Linux kernel since 3.14")
 
 
-def _groups(root: Path, group: str, limit_name: str, usage_name: str) -> list[Headroom]:
+def _groups(root: Path, group: str, limit_name: str, usage_name: str, *, total: bool) -> list[Headroom]:
     """One entry for each control group from the process's own up to the root that has a limit."""
     found = []
     # Inside a container the path may name a group of the host that is not visible here; then only the root is read.
@@ -51,7 +63,7 @@ def _groups(root: Path, group: str, limit_name: str, usage_name: str) -> list[He
         limit = _number(folder / limit_name)
         usage = _number(folder / usage_name)
         if limit is not None and usage is not None:
-            free = max(0, limit - usage + _reclaimable(folder / "memory.stat"))
+            free = limit if total else max(0, limit - usage + _reclaimable(folder / "memory.stat"))
             found.append(Headroom(free, f"the limit of {limit} bytes on control group {group}"))
     return found
 

@@ -28,7 +28,9 @@ class ServerChild:
                 "--parent-pid",
                 str(os.getpid()),
             ]
-            return cls(subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=sys.stderr))
+            # gRPC logs in its own format, several lines a failure; the server's error says the same in one.
+            env = {"GRPC_VERBOSITY": "NONE", **os.environ}
+            return cls(subprocess.Popen(command, env=env, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=sys.stderr))
 
     @property
     def pid(self) -> int:

@@ -6,6 +6,7 @@ import secrets
 import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from kvstore.log import LimitedLog
 from kvstore.supervisor.connection import Connection, Handler, Reply
 
 MAX_PACKET = 64 * 1024
-HELLO_DEADLINE_S = 10.0
+# A client says hello right after it connected.
+HELLO_DEADLINE_S = 1.0
 _RESOURCE_EXHAUSTED = 8
 _INVALID_ARGUMENT = 3
 _logger = logging.getLogger(__name__)
@@ -35,8 +37,9 @@ class DescriptorSocket:
     """Listens and serves, driven by a selector that the supervisor owns.
 
     Invariants: never blocks; at most `max_connections` are open, and those without a hello close after
-    HELLO_DEADLINE_S; a connection has at most one unsent reply, and is not read while it has; every descriptor that a
-    client sends is closed unless the handler keeps it; nothing a client sends raises out of here.
+    HELLO_DEADLINE_S, or at once where another connection needs the place; a connection has at most one unsent reply,
+    and is not read while it has; every descriptor that a client sends is closed unless the handler keeps it; nothing a
+    client sends raises out of here.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class DescriptorSocket:
                 self._log.log(logging.WARNING, "accept", f"descriptor socket: accept failed: {error}")
             return
         sock.setblocking(False)
-        if len(self._connections) >= self._max_connections:
+        if len(self._connections) >= self._max_connections and not self._drop_silent():
             self._log.log(
                 logging.WARNING, "full", f"descriptor socket: {self._max_connections} connections, one more refused"
             )
@@ -113,7 +116,24 @@ class DescriptorSocket:
         self._connections[sock.fileno()] = entry
         self._selector.register(sock, selectors.EVENT_READ, lambda mask: self._serve(entry, mask))
 
+    def _drop_silent(self) -> bool:
+        """Makes room: closes the oldest connection without a hello, of the user who has the most of them."""
+        silent = [entry for entry in self._connections.values() if not entry.connection.token]
+        if not silent:
+            return False
+        users = Counter(entry.connection.credentials.uid for entry in silent)
+        # So that a user who floods the socket pushes out no other one's clients.
+        busiest = max(users.values())
+        self._close(next(entry for entry in silent if users[entry.connection.credentials.uid] == busiest))
+        self._log.log(
+            logging.WARNING, "silent", f"descriptor socket: {self._max_connections} connections, a silent one closed"
+        )
+        return True
+
     def _serve(self, entry: _Open, mask: int) -> None:
+        if entry.sock.fileno() < 0:
+            # Closed to make room, after the selector had named it.
+            return
         if mask & selectors.EVENT_WRITE and entry.waiting is not None:
             self._send(entry, entry.waiting)
             return

@@ -107,10 +107,9 @@ def test_a_silent_service_costs_a_deadline_at_most_and_then_nothing(fake, impati
     store, ns = impatient
     fake.hang("LookupAndLease", "Reserve", "Commit", "Release", "Abort", "WriteBlocks")
     with store.open_request(ns) as request:
-        for _ in range(3):
-            started = time.monotonic()
-            assert request.match([digest("s")])[0].reason == "service-silent"
-            assert time.monotonic() - started < 0.4 + 0.3
+        started = time.monotonic()
+        assert request.match([digest("s")])[0].reason == "service-silent"
+        assert time.monotonic() - started < 0.4 + 0.3
         assert store.stats()["breaker_open"]
         worst = 0.0
         for _ in range(50):

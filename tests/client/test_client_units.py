@@ -2,8 +2,10 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
+from typing import Any
 
 import grpc
 import kvstore_client
@@ -17,6 +19,7 @@ from kvstore_client import (
     ServiceFaultError,
     ServiceUnavailableError,
     SettingError,
+    connect,
 )
 from kvstore_client.address import parse_address
 from kvstore_client.breaker import CircuitBreaker
@@ -120,6 +123,33 @@ def test_breaker_opens_probes_and_closes() -> None:
     assert not breaker.open
     assert breaker.allow()
     assert breaker.allow()
+
+
+def test_one_decisive_failure_opens_the_breaker() -> None:
+    breaker = CircuitBreaker(3, 1.0, Clock())
+    assert breaker.failure(decisive=True)
+    assert breaker.open
+    assert not breaker.failure(decisive=True), "it was open already"
+    breaker.success()
+    assert not breaker.open
+
+
+@pytest.mark.parametrize("address", [None, 5, b"/tmp/kv.sock"])
+def test_an_address_that_is_no_text_is_an_error_that_names_it(address: Any) -> None:
+    with pytest.raises(AddressError, match=re.escape(repr(address))):
+        connect(address)
+
+
+@pytest.mark.parametrize(
+    "options", [{"local_budget": "1GiB"}, {"local_budget": True}, {"queue_limit": 1.5}, {"lookup_timeout_s": "1"}]
+)
+def test_a_setting_of_a_wrong_type_is_an_error_that_names_it(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(SettingError, match=f"{name}={value!r}.*expected"):
+        ClientConfig(**options)
+    if name == "local_budget":
+        with pytest.raises(SettingError, match=f"{name}={value!r}.*expected"):
+            connect("/tmp/kv.sock", local_budget=value)
 
 
 def test_breaker_counts_consecutive_failures_only() -> None:

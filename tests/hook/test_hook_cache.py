@@ -7,6 +7,7 @@ import gc
 import itertools
 import pickle
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -158,6 +159,37 @@ def test_a_closed_cache_says_so(make: Any) -> None:
     for use in (lambda: feed((ours,), 1, 1, 1), lambda: ours.crop(-1), lambda: ours.read(0), ours.reset):
         with pytest.raises(CacheStateError, match="closed"):
             use()
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+def test_a_closed_cache_maps_nothing(kit: Any, store: Any, llama: Any, how: str) -> None:
+    calibrator = Calibrator("int8", layers=2, kv_heads=2, k_dim=64)
+    for layer in range(2):
+        calibrator.observe(layer, torch.randn(1, 2, 256, 64))
+    ids = kit.ids_of(100, 1)
+    with attach(store, llama, codec="passthrough"):
+        cache = local_cache(model_plan(llama), calibrator.finish("test"))
+        for first, last in ((0, 97), (97, 98), (98, 100)):
+            with torch.no_grad():
+                llama(ids[:, first:last], past_key_values=cache)
+        state = cache.state
+        slabs = [weakref.ref(held.block.slab) for held in state.rows[0].blocks]
+        assert all(slab() is not None for slab in slabs)
+        gc.collect()
+        gc.disable()
+        try:
+            if how == "close":
+                cache.close()
+            else:
+                del cache
+            # Without a garbage collection, and while somebody keeps the closed cache.
+            assert not any(slab() is not None for slab in slabs)
+        finally:
+            gc.enable()
+        assert state.closed
+        assert not state.rows
+        assert state.table is None
+        assert state.step is None
 
 
 def test_what_has_no_meaning_raises(make: Any) -> None:
@@ -341,3 +373,76 @@ def test_masks_the_cache_can_not_honour_are_refused(kit: Any, store: Any, llama:
                     llama(ids, past_key_values=cache)
             finally:
                 llama.eval()
+
+
+class Cancelled(Exception):
+    """Raised by a streamer."""
+
+
+class Streamer:
+    """Keeps what it is given, and stops the answer after so many pieces."""
+
+    def __init__(self, pieces: int) -> None:
+        self.ids: list[int] = []
+        self.pieces = pieces
+
+    def put(self, value: torch.Tensor) -> None:
+        self.ids += value.flatten().tolist()
+        self.pieces -= 1
+        if not self.pieces:
+            raise Cancelled
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def test_a_turn_after_a_cancelled_one_gives_the_right_text_and_commits_nothing_unknown(
+    kit: Any, store: Any, llama: Any
+) -> None:
+    ids = kit.ids_of(150, 1)
+    with attach(store, llama, codec="passthrough", commit="all") as attachment, attachment.cache(ids) as cache:
+        streamer = Streamer(11)
+        with pytest.raises(Cancelled):
+            llama.generate(ids, past_key_values=cache, streamer=streamer, max_new_tokens=60, do_sample=False)
+        assert cache.get_seq_length() == 159
+        assert cache.state.known == 150
+        index = next(iter(store.index.values()))
+        assert len(index) == 2
+        follow = torch.cat([torch.tensor([streamer.ids]), kit.ids_of(90, 2)], dim=1)
+        options = {"attention_mask": torch.ones_like(follow), "max_new_tokens": 6, "do_sample": False}
+        native = llama.generate(follow, use_cache=False, **options)
+        assert torch.equal(native, llama.generate(follow, past_key_values=cache, **options))
+        assert len(index) == 2
+        # Back where all is known, the cache commits again.
+        cache.crop(150)
+        assert torch.equal(native, llama.generate(follow, past_key_values=cache, **options))
+        assert len(index) == 3
+
+
+def test_rows_after_a_beam_turn_are_not_taken_for_known(kit: Any, store: Any, llama: Any) -> None:
+    ids = kit.ids_of(70, 1)
+    with attach(store, llama, codec="passthrough", commit="all") as attachment, attachment.cache(ids) as cache:
+        out = llama.generate(
+            ids, past_key_values=cache, num_beams=2, num_return_sequences=2, max_new_tokens=9, do_sample=False
+        )
+        assert len(cache.state.rows) == 2
+        assert cache.state.known == 70
+        follow = torch.cat([out, kit.ids_of(140, 2).view(2, 70)], dim=1)
+        options = {"attention_mask": torch.ones_like(follow), "max_new_tokens": 5, "do_sample": False}
+        index = next(iter(store.index.values()))
+        llama.generate(follow, past_key_values=cache, **options)
+        assert len(index) == 1
+
+
+def test_pad_ids_inside_a_chat_are_told_as_such(kit: Any, store: Any, llama: Any) -> None:
+    ids = kit.ids_of(80, 1)
+    ids[0, 40] = 0
+    with attach(store, llama, codec="passthrough") as attachment:
+        llama.generate(ids, max_new_tokens=2, do_sample=False)
+        assert "pass attention_mask" in store.last_report.warnings[0]
+        with attachment.cache(ids) as cache:
+            with pytest.raises(UnsupportedInputError, match=r"pad ids \(0\) inside the text.*pass attention_mask"):
+                llama.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+            options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+            native = llama.generate(ids, use_cache=False, **options)
+            assert torch.equal(native, llama.generate(ids, past_key_values=cache, **options))

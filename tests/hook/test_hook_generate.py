@@ -362,3 +362,84 @@ def test_a_kept_cache_is_refused_where_it_would_be_wrong(kit: Any, store: Any, l
     ids = kit.ids_of(80, 1)
     with attached.cache(ids) as cache, pytest.raises(UnsupportedInputError, match="output_hidden_states"):
         llama.generate(ids, past_key_values=cache, output_hidden_states=True, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prefill_chunk_size": 20}])
+def test_a_row_that_is_all_padding_in_a_piece_has_no_positions_to_check(
+    kit: Any, store: Any, llama: Any, attached: Any, options: dict[str, Any]
+) -> None:
+    long, short = kit.ids_of(215, 1), kit.ids_of(2 if "prefill_chunk_size" in options else 1, 2)
+    ids, mask = kit.padded([long, short])
+    common = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    native = llama.generate(ids, **common, num_beams=options.get("num_beams", 1), use_cache=False)
+    llama.generate(long, max_new_tokens=1, do_sample=False)
+    assert torch.equal(native, llama.generate(ids, **common, **options))
+    assert store.last_report.path == "kvstore"
+    assert [row.reused_tokens for row in store.last_report.rows] == [192, 0]
+
+
+def test_autocast_runs_native_with_the_reason(kit: Any, store: Any, llama: Any, attached: Any) -> None:
+    ids = kit.ids_of(130, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        native = llama.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False)
+        assert torch.equal(native, llama.generate(ids, max_new_tokens=4, do_sample=False))
+    assert store.last_report.path == "native"
+    assert "autocast" in store.last_report.warnings[0]
+    assert not any(store.index.values())
+
+
+def test_autocast_around_a_loop_of_ones_own_is_refused_before_anything_is_written(
+    kit: Any, store: Any, llama: Any, attached: Any
+) -> None:
+    ids = kit.ids_of(130, 1)
+    with attached.cache(ids) as cache:
+        with torch.autocast("cpu", torch.bfloat16):
+            with pytest.raises(UnsupportedInputError, match="autocast"):
+                llama(ids, past_key_values=cache)
+            with pytest.raises(UnsupportedInputError, match="autocast"):
+                llama.generate(ids, past_key_values=cache, max_new_tokens=2)
+            with pytest.raises(UnsupportedInputError, match="autocast"):
+                attached.prewarm(ids)
+        llama(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 130
+    assert not any(store.index.values())
+
+
+@pytest.mark.parametrize("kind", ["forward hook", "pre-hook", "for all modules"])
+def test_hooks_that_may_change_the_text_keep_a_request_off_the_store(
+    kit: Any, store: Any, llama: Any, attached: Any, kind: str
+) -> None:
+    ids = kit.ids_of(130, 1)
+    llama.generate(ids, max_new_tokens=6, do_sample=False)
+    layer = llama.model.layers[0].self_attn.v_proj
+    if kind == "forward hook":
+        handle = layer.register_forward_hook(lambda module, args, output: -2 * output)
+    elif kind == "pre-hook":
+        handle = layer.register_forward_pre_hook(lambda module, args: (-2 * args[0],))
+    else:
+        handle = torch.nn.modules.module.register_module_forward_pre_hook(
+            lambda module, args: (-2 * args[0],) if module is layer else None
+        )
+    try:
+        native = llama.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False)
+        assert torch.equal(native, llama.generate(ids, max_new_tokens=6, do_sample=False))
+        assert store.last_report.path == "native"
+        assert "hook" in store.last_report.warnings[0]
+        for use in (attached.cache, attached.prewarm):
+            with pytest.raises(UnsupportedInputError, match="hook"):
+                use(ids)
+    finally:
+        handle.remove()
+    llama.generate(ids, max_new_tokens=6, do_sample=False)
+    assert store.last_report.reused_tokens == 128
+
+
+def test_hooks_of_transformers_itself_only_look(kit: Any, store: Any) -> None:
+    model, ids = kit.build("llama"), kit.ids_of(130, 1)
+    with attach(store, model, codec="passthrough"):
+        # Leaves hooks on the model for good.
+        model(ids, output_hidden_states=True, output_attentions=True)
+        assert any(module._forward_hooks for module in model.modules())
+        for _ in range(2):
+            model.generate(ids, max_new_tokens=2, do_sample=False)
+        assert store.last_report.reused_tokens == 128

@@ -85,6 +85,46 @@ def test_equal_weights_have_equal_fingerprints_whatever_the_name(kit: Any) -> No
     assert Fingerprint(first).value != Fingerprint(second).value
 
 
+@pytest.mark.parametrize("edit", ["scaling", "epsilon", "activation", "a new switch"])
+def test_what_is_set_on_a_module_is_another_model(kit: Any, store: Any, edit: str) -> None:
+    model, same = kit.build("llama"), kit.build("llama")
+    ids = kit.ids_of(130, 1)
+    layer = model.model.layers[0]
+    with attach(store, model, codec="passthrough") as attachment:
+        before = attachment.fingerprint()
+        assert before == Fingerprint(same).value
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+        if edit == "scaling":
+            layer.self_attn.scaling *= 3
+        elif edit == "epsilon":
+            layer.input_layernorm.variance_epsilon = 0.5
+        elif edit == "activation":
+            layer.mlp.act_fn = torch.nn.GELU()
+        else:
+            layer.mlp.rank = 4
+        native = model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False)
+        assert torch.equal(native, model.generate(ids, max_new_tokens=6, do_sample=False))
+        assert store.last_report.reused_tokens == 0
+        assert attachment.fingerprint() != before
+    assert len(store.index) == 2
+
+
+def test_what_changes_nothing_leaves_the_fingerprint(kit: Any) -> None:
+    model = kit.build("llama")
+    fingerprint = Fingerprint(model)
+    before = fingerprint.value
+    model.train()
+    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    model.eval()
+    model.generate = model.generate
+    assert fingerprint.check() == before
+    # A setting that becomes something that can't be compared.
+    model.model.layers[0].self_attn.scaling = torch.ones(3)
+    assert fingerprint.check() != before
+    assert fingerprint.check() == fingerprint.check()
+
+
 def test_salt_keeps_prompts_apart(kit: Any, store: Any, llama: Any) -> None:
     ids = kit.ids_of(130, 1)
     for salt in (b"a", b"b", b"a"):

@@ -1,6 +1,7 @@
 """The commands that operators type."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -137,3 +138,55 @@ def test_the_version_is_that_of_the_distribution(kvstore):
     assert text.startswith("kvstore ")
     command = [sys.executable, "-m", "kvstore", "version"]
     assert subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["serve", "--budget", "9" * 400], ["--budget", "999", "expected a size"]),
+        (["serve", "--budget", "900TiB"], [str(900 * 2**40), "expected at most", "smaller --budget"]),
+        (["serve", "--address", "127.0.0.1:7000"], ["127.0.0.1:7000", "--listen"]),
+        (["serve", "--max-sessions", "abc"], ["abc", "whole number"]),
+        (["serve", "--max-sessions", "9" * 400], ["--max-sessions", "from 1 to"]),
+        (["serve", "--grace", "soon"], ["soon", "number of seconds"]),
+        (["serve", "--ready-fd", "x"], ["--ready-fd x", "descriptor"]),
+        (["serve", "--no-such"], ["--no-such", "see `kvstore serve --help`"]),
+        (["evict", "x"], ["'x'", "expected an id", "kvstore namespaces"]),
+        (["evict", "-1"], ["-1", "see `kvstore evict --help`"]),
+        (["evict"], ["see `kvstore evict --help`"]),
+        (["evict", str(2**70)], [str(2**70), "expected an id"]),
+        (["pin", str(2**64), "ab"], [str(2**64), "expected an id"]),
+        (["stats", "--address", "/tmp/" + "a" * 300], ["/tmp/aaa", "Expected at most", "shorter path"]),
+        (["namespaces", "--address", "/tmp/" + "a" * 300], ["shorter path"]),
+        (["sessions", "--address", "/tmp/" + "a" * 300], ["shorter path"]),
+        (["check", "--address", "/tmp/" + "a" * 300], ["shorter path"]),
+        (["no-such"], ["no-such", "serve", "see `kvstore --help`"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_with_a_remedy(kvstore, tmp_path, monkeypatch, arguments, parts):
+    monkeypatch.setenv("KVSTORE_ADDRESS", str(tmp_path / "kv.sock"))
+    monkeypatch.chdir(tmp_path)
+    result = kvstore(*arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert len(result.stderr) < 600
+    for part in parts:
+        assert part in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_kvstore_alone_shows_its_help(kvstore):
+    result = kvstore()
+    assert result.returncode == 2
+    assert "Usage" in result.stdout + result.stderr
+
+
+def test_an_address_that_can_not_be_listened_on_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "kvstore", "serve", "--address", str(tmp_path / "kv.sock"), "--budget", "64MiB"]
+    command += ["--listen", "nohost.invalid:7400", "--insecure"]
+    env = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: can't listen on nohost.invalid:7400")

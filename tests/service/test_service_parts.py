@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvstore.config import ConfigurationError, ServiceConfig, default_address, load_config
+from kvstore.config import ConfigurationError, ServiceConfig, check_memory, default_address, load_config
 from kvstore.control import (
     MAX_BACKLOG,
     ControlChannel,
@@ -312,3 +312,19 @@ def test_only_loopback_without_insecure(tmp_path, listen):
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:5", "[::1]:5", "127.8.8.8:5"])
 def test_loopback_is_allowed(tmp_path, listen):
     assert ServiceConfig(tmp_path / "a.sock", listen=listen).listen == listen
+
+
+def test_a_budget_is_held_against_machine_and_control_group(tmp_path):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (cgroups / "inner").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 8192 kB\nMemAvailable: 16 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/inner\n")
+    check_memory(8 * 2**20, proc, cgroups)
+    with pytest.raises(ConfigurationError, match=f"{8 * 2**20 + 1}.*{8 * 2**20} bytes.*MemTotal.*smaller"):
+        check_memory(8 * 2**20 + 1, proc, cgroups)
+    (cgroups / "inner" / "memory.max").write_text(f"{2**20}\n")
+    (cgroups / "inner" / "memory.current").write_text(f"{2**19}\n")
+    check_memory(2**20, proc, cgroups)
+    with pytest.raises(ConfigurationError, match=f"{2**20} bytes.*control group /inner"):
+        check_memory(2**20 + 1, proc, cgroups)

@@ -22,7 +22,7 @@ from kvstore_client.hook import attention
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.calibration import calibrate
 from kvstore_client.hook.errors import AttachError, UnsupportedInputError
-from kvstore_client.hook.fingerprint import Fingerprint
+from kvstore_client.hook.fingerprint import Fingerprint, foreign_hook
 from kvstore_client.hook.generate import run_generate
 from kvstore_client.hook.plan import ModelPlan, check_ready, model_plan
 from kvstore_client.hook.prefix import open_cache
@@ -140,7 +140,7 @@ class Attachment:
         `past_key_values` themselves: to generate() with the whole ids, or to model(...) with the ids behind
         `get_seq_length()`. What a loop of one's own computes is not committed. close() it, or use `with`.
         """
-        check_ready(self.model)
+        self._check_ready()
         cache = self.open_cache(read_prompt(input_ids, attention_mask))
         assert cache.report is not None
         self.record(cache.report)
@@ -148,7 +148,7 @@ class Attachment:
 
     def prewarm(self, text_or_ids: str | Sequence[int] | torch.Tensor, *, pin: bool = False) -> HitReport:
         """Computes and commits the full blocks of a text that aren't held yet; `pin` keeps them from eviction."""
-        check_ready(self.model)
+        self._check_ready()
         ids = self._ids_of(text_or_ids)
         size = layout_of(self.plan, self.codec).block_tokens
         full = ids.shape[1] // size * size
@@ -214,6 +214,13 @@ class Attachment:
         if ids.dim() != 2 or ids.shape[0] != 1:
             raise UnsupportedInputError(f"ids of shape {tuple(ids.shape)}; prewarm takes one sequence at a time")
         return ids
+
+    def _check_ready(self) -> None:
+        check_ready(self.model)
+        hook = foreign_hook(self.model)
+        if hook:
+            # No other path could serve these calls: they ask for the store's blocks.
+            raise UnsupportedInputError(f"{hook}; remove it first")
 
     def _takes_logits_to_keep(self) -> bool:
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters

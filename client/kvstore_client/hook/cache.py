@@ -104,7 +104,7 @@ class KVStoreCache(Cache):
         super().__init__(layers=[KVStoreLayer(state, layer) for layer in range(state.layers)])
         self.state = state
         # With the last reference the leases go, too. The state must not be what keeps the cache alive.
-        self._finalizer = weakref.finalize(self, _release, state)
+        self._finalizer = weakref.finalize(self, state.release)
         self._finalizer.atexit = False
 
     @property
@@ -213,9 +213,3 @@ class KVStoreCache(Cache):
 
     def __repr__(self) -> str:
         return f"KVStoreCache(rows={len(self.state.rows)}, length={self.state.length}, layers={len(self.layers)})"
-
-
-def _release(state: CacheState) -> None:
-    if not state.closed:
-        state.closed = True
-        state.pool.close_cache(state.rows)

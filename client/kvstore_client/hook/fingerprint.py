@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from kvstore_client.hook.errors import UnsupportedModelError
 
 FINGERPRINT_BYTES = 32
-_DOMAIN = b"kvstore.model.1"
+_DOMAIN = b"kvstore.model.2"
 # Neither changes what the model computes.
 _VOLATILE = (
     "_name_or_path",
@@ -27,9 +27,17 @@ _VOLATILE = (
     "torch_dtype",
     "use_cache",
 )
+# Attributes of modules that don't, either, or that Step checks.
+_VOLATILE_ATTRIBUTES = frozenset(
+    {"training", "gradient_checkpointing", "name_or_path", "loss_type", "max_seq_len_cached"}
+)
+# transformers' own hooks, which stay on a model once it was asked for hidden states: they only look.
+_HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
 _CHUNK = 16 << 20
 _SAMPLES = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_PLAIN = (int, float, str, type(None))
 
 _Key = tuple[int, int, tuple[int, ...], torch.dtype]
 
@@ -47,14 +55,55 @@ def _canonical_config(model: PreTrainedModel) -> bytes:
     return json.dumps(config, sort_keys=True, separators=(",", ":"), default=str).encode()
 
 
+def _adapter_state(module: Any) -> tuple[object, ...]:
+    return (
+        str(module.active_adapter),
+        bool(getattr(module, "disable_adapters", False)),
+        # LoRA's is a number for each adapter.
+        str(module.__dict__.get("scaling")),
+    )
+
+
 def _adapters(model: PreTrainedModel) -> bytes:
     # PEFT's layers share their weights with the module; which of them take part is a plain attribute.
-    active = [
-        [name, str(module.active_adapter), bool(getattr(module, "disable_adapters", False))]
-        for name, module in model.named_modules()
-        if _is_adapter(module)
-    ]
+    active = [[name, *_adapter_state(module)] for name, module in model.named_modules() if _is_adapter(module)]
     return json.dumps(active, separators=(",", ":")).encode()
+
+
+def _settings(module: torch.nn.Module) -> list[str]:
+    """Names of a module's public attributes that are plain values: scalings, epsilons, switches."""
+    return sorted(
+        name
+        for name, value in module.__dict__.items()
+        if name[0] != "_" and isinstance(value, _PLAIN) and name not in _VOLATILE_ATTRIBUTES
+    )
+
+
+def _attributes(model: PreTrainedModel) -> bytes:
+    # Weights and config don't tell these: they are copied from the config once and may be set on the module since.
+    # The kinds, too: an activation has no weights, and is in no config once it was replaced.
+    found = [
+        [name, type(module).__qualname__, [[key, repr(module.__dict__[key])] for key in _settings(module)]]
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    return json.dumps(found, separators=(",", ":")).encode()
+
+
+def foreign_hook(model: PreTrainedModel) -> str:
+    """Why the model's K and V may be another's: a forward hook that somebody registered. Empty if there is none.
+
+    What a hook does can't be hashed, so nothing is shared while there is one.
+    """
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return "a forward hook for all modules is registered: it may change what the model computes"
+    for module in model.modules():
+        fields = module.__dict__
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            for hook in fields[kind].values():
+                if getattr(hook, "__module__", None) not in _HARMLESS_HOOKS:
+                    return f"a forward hook is registered on a {type(module).__name__}: it may change what it computes"
+    return ""
 
 
 def _is_adapter(module: torch.nn.Module) -> bool:
@@ -62,14 +111,23 @@ def _is_adapter(module: torch.nn.Module) -> bool:
     return hasattr(type(module), "active_adapter")
 
 
-def _glance(model: PreTrainedModel) -> list[tuple[object, ...]]:
-    """What changes with every ordinary edit of the weights, in a few hundred microseconds."""
+def _glance(model: PreTrainedModel, names: dict[int, list[str]]) -> list[tuple[object, ...]]:
+    """What changes with every ordinary edit of weights and modules, in about a millisecond.
+
+    `names` are those of each module's settings by the module's id, from the last full hash.
+    """
     seen: list[tuple[object, ...]] = []
     for module in model.modules():
+        fields = module.__dict__
+        values = [fields.get(name) for name in names.get(id(module), ())]
+        # One more or less of them is another number of fields; one that is no plain value now is told by its type,
+        # as comparing it may raise.
+        plain = tuple(value if isinstance(value, _PLAIN) else type(value) for value in values)
+        seen.append((type(module), len(fields), plain))
         for group in (module._parameters, module._buffers):
             seen.extend((tensor.data_ptr(), tensor._version) for tensor in group.values() if tensor is not None)
         if _is_adapter(module):
-            seen.append((str(module.active_adapter), bool(getattr(module, "disable_adapters", False))))
+            seen.append(_adapter_state(module))
     return seen
 
 
@@ -102,6 +160,7 @@ class Fingerprint:
         self._threads = threads or min(8, os.cpu_count() or 1)
         self._lock = threading.Lock()
         self._hashes: dict[_Key, bytes] = {}
+        self._names: dict[int, list[str]] = {}
         self._seen: list[tuple[object, ...]] = []
         self._views: list[list[torch.Tensor]] = []
         self._sample: list[torch.Tensor] = []
@@ -117,7 +176,7 @@ class Fingerprint:
     def check(self) -> bytes:
         """The current value: the known one unless a version, address, shape or sample changed."""
         with self._lock:
-            if _glance(self._model) == self._seen:
+            if _glance(self._model, self._names) == self._seen:
                 if all(map(torch.equal, _sample(self._views), self._sample)):
                     return self.value
                 # Changed behind the version counter's back (.data): the hashes by version say nothing.
@@ -137,12 +196,13 @@ class Fingerprint:
 
         hasher = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
         kind = type(self._model).__name__.encode()
-        for part in (_DOMAIN, kind, _canonical_config(self._model), _adapters(self._model)):
+        for part in (_DOMAIN, kind, _canonical_config(self._model), _attributes(self._model), _adapters(self._model)):
             hasher.update(struct.pack("<Q", len(part)) + part)
         for name, tensor in sorted(tensors, key=lambda item: item[0]):
             encoded = name.encode()
             hasher.update(struct.pack("<Q", len(encoded)) + encoded + self._hashes[_key(tensor)])
-        self._seen = _glance(self._model)
+        self._names = {id(module): _settings(module) for module in self._model.modules()}
+        self._seen = _glance(self._model, self._names)
         self._views = _sample_views([tensor for _, tensor in tensors])
         self._sample = _sample(self._views)
         self.value = hasher.digest()

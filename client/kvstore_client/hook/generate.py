@@ -13,7 +13,8 @@ from kvstore_client.errors import LocalBudgetExceeded
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.digest import chain_digests
 from kvstore_client.hook.errors import CacheStateError, UnsupportedInputError
-from kvstore_client.hook.prompt import Prompt, inferred_mask, positions_of, read_prompt
+from kvstore_client.hook.fingerprint import foreign_hook
+from kvstore_client.hook.prompt import Prompt, positions_of, read_prompt, read_unmasked_prompt
 from kvstore_client.hook.report import HitReport, RowReport
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ class Call:
         """Rows that generate() makes of each prompt."""
         return max(int(self.setting("num_beams", 1)), int(self.setting("num_return_sequences", 1)))
 
+    def prompt(self) -> Prompt:
+        """The rows of this call's ids. Raises UnsupportedInputError."""
+        if self.mask is None:
+            return read_unmasked_prompt(self.ids, self.setting("pad_token_id"), self.setting("eos_token_id"))
+        return read_prompt(self.ids, self.mask)
+
     def native_reason(self) -> str:
         """Why this call runs on the model's own cache; empty if it needn't."""
         cache = self.kwargs.get("past_key_values")
@@ -93,6 +100,11 @@ class Call:
                 return f"{name}=True needs the whole prompt computed"
         if not isinstance(self.ids, torch.Tensor) or self.ids.dim() != 2 or self.ids.is_floating_point():
             return "no input_ids: only token ids identify a prompt"
+        if torch.is_autocast_enabled(self.model.device.type):
+            return "torch.autocast is active: K and V are computed in another dtype than the model's"
+        hook = foreign_hook(self.model)
+        if hook:
+            return hook
         known = vars(GenerationConfig())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         for name, value in self.kwargs.items():
             if value is not None and name not in _HARMLESS and name not in known:
@@ -108,11 +120,8 @@ def run_generate(
     given = call.kwargs.get("past_key_values")
     reason = call.native_reason()
     if not reason and given is None:
-        mask = call.mask
-        if mask is None:
-            mask = inferred_mask(call.ids, call.setting("pad_token_id"), call.setting("eos_token_id"))
         try:
-            prompt = read_prompt(call.ids, mask)
+            prompt = call.prompt()
         except UnsupportedInputError as error:
             reason = str(error)
     if reason:
@@ -202,10 +211,7 @@ class _Run:
             if state.length == ids.shape[1]:
                 # The last token's logits are needed, and exactly one copy of it.
                 state.crop_to(state.length - 1)
-            inferred = mask
-            if inferred is None:
-                inferred = inferred_mask(ids, self.call.setting("pad_token_id"), self.call.setting("eos_token_id"))
-            prompt = read_prompt(ids, inferred)
+            prompt = self.call.prompt()
             state.armed = self._learn(prompt)
         state.expandable = self.call.repeats > 1
         if not state.fresh_report or state.report is None:
@@ -245,7 +251,8 @@ class _Run:
             return False
         for index, (row, ids) in enumerate(zip(state.rows, prompt.ids, strict=True)):
             cached = state.tokens(index)
-            if not bool((row.ids[:cached] == ids[:cached]).all()):
+            # Lengths first: rows may be known shorter than they are, and then nothing can be compared.
+            if len(row.ids) < cached or len(ids) < cached or not bool((row.ids[:cached] == ids[:cached]).all()):
                 return False
         for index, (row, ids) in enumerate(zip(state.rows, prompt.ids, strict=True)):
             # Digests of ids behind the cached ones may be another prompt's.
@@ -305,6 +312,8 @@ class _Run:
             row.ids = ids[row.start :].copy()
             if self.attachment.commit == "all":
                 row.chain = chain_digests(row.ids, state.block_tokens, known=row.chain, salt=self.attachment.salt)
+        # Armed from its first token to its last, so all of it was fed by generate(), and these are the ids.
+        state.note_known()
         if self.attachment.commit == "all":
             state.commit_full_blocks()
 

@@ -58,6 +58,21 @@ def inferred_mask(ids: torch.Tensor, pad: Any, eos: Any) -> torch.Tensor | None:
     return (ids != pad_id).long()
 
 
+def read_unmasked_prompt(ids: torch.Tensor, pad: Any, eos: Any) -> Prompt:
+    """From ids without a mask, read the way generate() reads them. Raises UnsupportedInputError."""
+    mask = inferred_mask(ids, pad, eos) if ids.dim() == 2 else None
+    try:
+        return read_prompt(ids, mask)
+    except UnsupportedInputError as error:
+        if mask is None:
+            raise
+        # The caller passed no mask: a word about one would say nothing to them.
+        raise UnsupportedInputError(
+            f"input_ids without an attention_mask: pad ids ({int(pad)}) inside the text were taken for padding; pass "
+            "attention_mask explicitly, with ones for all tokens of the text (and padding, if any, on the left)"
+        ) from error
+
+
 def positions_of(starts: list[int], first: int, last: int) -> torch.Tensor:
     """Positions of the batch's columns [first, last) in each row's own sequence, int64 [rows, last - first]."""
     columns = torch.arange(first, last).view(1, -1)

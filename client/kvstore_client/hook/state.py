@@ -10,7 +10,7 @@ import torch
 from kvstore_kernels.table import BlockTable
 
 from kvstore_client.blocks import NO_PARENT
-from kvstore_client.hook.errors import CacheStateError
+from kvstore_client.hook.errors import CacheStateError, UnsupportedInputError
 from kvstore_client.hook.masks import row_starts
 from kvstore_client.hook.rows import BlockPool, Held, Row
 from kvstore_client.hook.step import Step, Stored
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Slots kept ready for each row, so that a step never waits for one.
 BLOCKS_AHEAD = 2
+# Where served models live (see plan.py); the blocks' slabs alike.
+_DEVICE = "cpu"
 
 
 class CacheState:
@@ -40,7 +42,7 @@ class CacheState:
         self.rows: list[Row] = []
         self.table: BlockTable | None = None
         self.length = 0
-        # So many of them were fed by this package itself, so that rows' `ids` say what they are.
+        # So many of them were fed by this package itself, and every row's `ids` say what they are.
         self.known = 0
         self.step: Step | None = None
         self.closed = False
@@ -106,6 +108,11 @@ class CacheState:
         LocalBudgetExceeded; the cache is then what it was.
         """
         self.check_open()
+        if torch.is_autocast_enabled(_DEVICE):
+            raise UnsupportedInputError(
+                "torch.autocast is active: K and V would be computed in another dtype than the model's, for which this "
+                "cache was made; call the model outside of it"
+            )
         step = self.step
         if step is not None and not step.finished and step.done:
             raise CacheStateError(
@@ -157,13 +164,21 @@ class CacheState:
     def _finish(self, step: Step) -> None:
         step.finished = True
         self.expandable = False
-        if self.armed and self.known == self.length:
-            self.known += step.q
+        known_so_far = self.armed and self.known == self.length
         self.length += step.q
+        if known_so_far:
+            self.note_known()
         if self.armed:
             self.commit_full_blocks()
         if self.first_step_at is None:
             self.first_step_at = self.clock()
+
+    def note_known(self) -> None:
+        """All that is cached was fed by this package: known are those positions whose ids the rows have.
+
+        In decode that is the prompt until generate() returns; one that is cancelled leaves the rest unknown.
+        """
+        self.known = min([self.length, *(row.start + len(row.ids) for row in self.rows)])
 
     def commit_full_blocks(self) -> None:
         """Commits the full blocks whose token ids are known and that nobody is known to hold."""
@@ -273,6 +288,22 @@ class CacheState:
         self.step = None
         self.reused = False
         self.armed = False
+
+    def release(self) -> None:
+        """Closes: gives all blocks back and keeps nothing that maps a slab, however long this object lives.
+
+        Idempotent; callable from a finalizer.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        rows, table = self.rows, self.table
+        self.rows = []
+        self.table = self.step = None
+        if table is not None:
+            # Views of slabs, and whatever was compiled for the table and points back at it.
+            table.view_cache.clear()
+        self.pool.close_cache(rows)
 
     def fork(self) -> CacheState:
         """A copy that shares all blocks until one of the two writes."""

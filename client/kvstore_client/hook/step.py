@@ -126,7 +126,8 @@ class Step:
         if len(last) == 1:
             last = last * len(self.starts)
         end = self.past + self.q - 1
-        wrong = [row for row, start in enumerate(self.starts) if last[row] != end - start]
+        # A row that is all padding up to here has no token yet, so its positions mean nothing.
+        wrong = [row for row, start in enumerate(self.starts) if start <= end and last[row] != end - start]
         if wrong and self.reused:
             row = wrong[0]
             raise UnsupportedInputError(
