@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.store.types import DIGEST_BYTES
@@ -16,6 +18,9 @@ Place = tuple[int, int, int, int]  # slab id, slot, generation, checksum
 
 # A look-up splits its digests in chunks, so that a miss at the start costs nothing for the rest.
 _CHUNK = 64
+# Bounds of the answers kept: queries, and blocks of one.
+_RECENT_QUERIES = 64
+_RECENT_BLOCKS = 4096
 _SPLIT = struct.Struct(f"{DIGEST_BYTES}s" * _CHUNK)
 
 
@@ -82,6 +87,23 @@ class Node:
         self.indexed = False
 
 
+@dataclass(slots=True)
+class Prefix:
+    """The held blocks of one query, first block first: `deepest` is the last, the four lists run parallel.
+
+    `wire` belongs to whoever answers queries: what it made of the lists, so that it makes it once.
+    """
+
+    deepest: Node
+    slab_ids: list[int]
+    slots: list[int]
+    generations: list[int]
+    checksums: list[int]
+    writers: list[tuple[str, int]]
+    slabs: frozenset[int]
+    wire: bytes = b""
+
+
 class ChainIndex:
     """All committed blocks of a namespace.
 
@@ -92,6 +114,8 @@ class ChainIndex:
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
+        # Answers to the queries of late, by their digests: workers ask for the same document again and again.
+        self._recent: OrderedDict[bytes, Prefix] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -105,6 +129,28 @@ class ChainIndex:
     def get(self, digest: bytes) -> Node | None:
         """The node of a digest."""
         return self._nodes.get(digest)
+
+    def prefix(self, digests: bytes) -> Prefix | None:
+        """The longest held prefix of a query, None if not a block is held; don't change it."""
+        recent = self._recent
+        found = recent.get(digests)
+        if found is not None:
+            held = found.deepest.depth * DIGEST_BYTES
+            # Its ancestors are indexed as long as it is; and nobody may have committed the block behind it.
+            if found.deepest.indexed and digests[held : held + DIGEST_BYTES] not in self._nodes:
+                recent.move_to_end(digests)
+                return found
+            del recent[digests]
+        deepest, places = self.walk(digests)
+        if deepest is None:
+            return None
+        slab_ids, slots, generations, checksums = map(list, zip(*places, strict=True))
+        found = Prefix(deepest, slab_ids, slots, generations, checksums, writer_runs(deepest), frozenset(slab_ids))
+        if len(digests) <= _RECENT_BLOCKS * DIGEST_BYTES:
+            recent[digests] = found
+            if len(recent) > _RECENT_QUERIES:
+                recent.popitem(last=False)
+        return found
 
     def walk(self, digests: bytes) -> tuple[Node | None, list[Place]]:
         """The longest held prefix: its deepest block and the places of all its blocks, first block first.
@@ -187,3 +233,15 @@ def chain_of(node: Node) -> list[Node]:
         step = step.parent
     nodes.reverse()
     return nodes
+
+
+def writer_runs(deepest: Node) -> list[tuple[str, int]]:
+    """Who wrote the chain that ends with `deepest`: (session name, blocks), first block first."""
+    runs = []
+    last: Node | None = deepest
+    while last is not None:
+        before = last.before_run
+        runs.append((last.writer, last.depth - (before.depth if before is not None else 0)))
+        last = before
+    runs.reverse()
+    return runs

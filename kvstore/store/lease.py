@@ -22,7 +22,7 @@ class Lease:
     __slots__ = ("_chain", "anchor", "lease_id", "namespace", "node", "session", "since", "slab_ids")
 
     def __init__(
-        self, lease_id: int, session: Session, namespace: Namespace, node: Node, slab_ids: set[int], since: float
+        self, lease_id: int, session: Session, namespace: Namespace, node: Node, slab_ids: frozenset[int], since: float
     ) -> None:
         self.lease_id = lease_id
         self.session = session

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.errors import LimitReachedError
-from kvstore.store.index import Node, Place
+from kvstore.store.index import Prefix
 from kvstore.store.lease import Lease
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Session
@@ -43,18 +43,19 @@ class Reading:
         counters = self._state.counters
         results = []
         for namespace, digests in prepared:
-            deepest, places = namespace.index.walk(digests)
-            reason, age = self._why(session, namespace, digests, len(places))
+            prefix = namespace.index.prefix(digests)
+            held = prefix.deepest.depth if prefix is not None else 0
+            reason, age = self._why(session, namespace, digests, held)
             asked = len(digests) // DIGEST_BYTES
             counters.lookups += 1
             counters.lookup_blocks += asked
-            counters.hit_blocks += len(places)
+            counters.hit_blocks += held
             counters.lookup_tokens += asked * namespace.spec.block_tokens
-            counters.hit_tokens += len(places) * namespace.spec.block_tokens
-            if deepest is None:
+            counters.hit_tokens += held * namespace.spec.block_tokens
+            if prefix is None:
                 results.append(LeaseResult(0, [], [], [], [], [], reason, age))
             else:
-                results.append(self._lease(session, namespace, deepest, places, reason, age))
+                results.append(self._lease(session, namespace, prefix, reason, age))
         return results
 
     def in_flight_digest(self, session_id: bytes, namespace_id: int, digests: bytes) -> bytes | None:
@@ -78,21 +79,29 @@ class Reading:
         return prepared
 
     def _lease(
-        self, session: Session, namespace: Namespace, deepest: Node, places: list[Place], reason: MissReason, age: int
+        self, session: Session, namespace: Namespace, prefix: Prefix, reason: MissReason, age: int
     ) -> LeaseResult:
-        slab_ids, slots, generations, checksums = map(list, zip(*places, strict=True))
-        named = set(slab_ids)
-        lease = Lease(next(self._state.lease_ids), session, namespace, deepest, named, self._state.clock())
+        deepest = prefix.deepest
+        lease = Lease(next(self._state.lease_ids), session, namespace, deepest, prefix.slabs, self._state.clock())
         namespace.leases[lease.lease_id] = lease
         session.leases[lease.lease_id] = lease
         if session.maps:
-            session.mapped |= named
+            session.mapped |= prefix.slabs
         # Ancestors are used as well, but need no mark: they inherit it when this block goes.
         deepest.last_used = next(self._state.ticks)
         deepest.anchors += 1
         namespace.index.refresh(deepest)
-        writers = _writer_runs(deepest)
-        return LeaseResult(lease.lease_id, slab_ids, slots, generations, checksums, writers, reason, age)
+        return LeaseResult(
+            lease.lease_id,
+            prefix.slab_ids,
+            prefix.slots,
+            prefix.generations,
+            prefix.checksums,
+            prefix.writers,
+            reason,
+            age,
+            prefix,
+        )
 
     def _why(self, session: Session, namespace: Namespace, digests: bytes, blocks: int) -> tuple[MissReason, int]:
         """Why the prefix is not longer than `blocks`, and the age in milliseconds of what is in flight."""
@@ -109,14 +118,3 @@ class Reading:
 
 def _digest(digests: bytes, position: int) -> bytes:
     return digests[position * DIGEST_BYTES : (position + 1) * DIGEST_BYTES]
-
-
-def _writer_runs(deepest: Node) -> list[tuple[str, int]]:
-    runs = []
-    last: Node | None = deepest
-    while last is not None:
-        before = last.before_run
-        runs.append((last.writer, last.depth - (before.depth if before is not None else 0)))
-        last = before
-    runs.reverse()
-    return runs

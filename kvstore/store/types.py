@@ -1,9 +1,15 @@
-"""What callers hand to the store and get back. Plain values: no behaviour, no references into the store."""
+"""What callers hand to the store and get back. Plain values: no behaviour; all but a LeaseResult's prefix
+hold no references into the store.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvstore.store.index import Prefix
 
 DIGEST_BYTES = 32
 INSTANCE_BYTES = 16
@@ -118,6 +124,8 @@ class LeaseResult:
     writers: list[tuple[str, int]]
     miss_reason: MissReason
     in_flight_age_ms: int = 0
+    # Shared by all leases of the same prefix, None without blocks; its `wire` is the caller's.
+    prefix: Prefix | None = None
 
     @property
     def blocks(self) -> int:
