@@ -40,7 +40,7 @@ def play(settings: Settings, console: Console) -> Outcome:
         Stage(settings, lambda text: progress.console.print(f"  note: {text}")) as stage,
     ):
         task = progress.add_task("demo", total=sum(scene.seconds for scene in scenes))
-        for number, scene in enumerate(scenes):
+        for scene in scenes:
             progress.update(task, description=scene.title)
             started = time.monotonic()
             failure = _play_one(scene, stage)
@@ -48,8 +48,8 @@ def play(settings: Settings, console: Console) -> Outcome:
             progress.console.print(f"  {mark}: {scene.title} ({time.monotonic() - started:.1f} s)")
             if failure:
                 outcome.failures.append((scene.title, failure))
-                # Without the first scene there is nothing to go on with.
-                if not settings.keep_going or number == 0:
+                # Without workers there is nothing to go on with.
+                if not settings.keep_going or not stage.workers:
                     break
             progress.advance(task, scene.seconds)
         outcome.rows = stage.rows

@@ -20,6 +20,8 @@ class Scene:
 
 
 SCENES: tuple[Scene, ...] = (
+    # Needs neither the service nor a worker, and what others compute would be in its figures.
+    Scene("look-ups over the socket", speed.look_ups, 5),
     Scene("start the service and two workers", sharing.start, 20),
     Scene("worker A cold, worker B warm", sharing.first_tokens, 22),
     Scene("kill worker A, worker C is still warm", sharing.kill_and_return, 14),
@@ -29,7 +31,6 @@ SCENES: tuple[Scene, ...] = (
     Scene("two workers cold at the same moment", equality.same_moment, 6),
     Scene("cold prompts beside the native cache", speed.cold_pairs, 20),
     Scene("decode beside the native cache", speed.decode_pairs, 14),
-    Scene("look-ups over the socket", speed.look_ups, 5),
     Scene("the server stopped while workers decode", speed.stopped_server, 60, full_only=True),
     Scene("kill -9 in mid-write and in mid-read", faults.kills, 40, full_only=True),
     Scene("a worker stopped for 30 s under eviction", faults.stopped_worker, 80, full_only=True),
