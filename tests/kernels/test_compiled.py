@@ -12,7 +12,7 @@ import pytest
 import torch
 from kvstore_kernels.attention import decode_attention, decode_reference
 from kvstore_kernels.codecs.base import RowTarget
-from kvstore_kernels.compiled import compiled_reason, compiled_step
+from kvstore_kernels.compiled import compiled_reason, compiled_step, memory
 from kvstore_kernels.compiled.memory import half_bits, half_number
 from kvstore_kernels.errors import TableError
 from numba import njit
@@ -166,3 +166,14 @@ def test_a_table_lets_go_of_its_slabs_without_a_collection(
         assert slab() is None
     finally:
         gc.enable()
+
+
+def test_without_a_folder_for_numbas_cache_nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with a read-only file system and no home: the decorators would raise."""
+
+    def refuse(_function: object) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    assert memory.EXACT["cache"] is True
+    monkeypatch.setattr(memory, "FunctionCache", refuse)
+    assert memory._may_cache() is False

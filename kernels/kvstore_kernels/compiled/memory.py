@@ -6,12 +6,23 @@ from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 from kvstore_kernels.layout import BlockLayout
 
+
+def _may_cache() -> bool:
+    """Whether numba finds a folder for its cache; where none is writable, `cache=True` would be an error."""
+    try:
+        FunctionCache(_may_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
 # No contraction and no reordering: the bytes must be those of the torch codec.
-EXACT: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy", "cache": True}
+EXACT: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy", "cache": _may_cache()}
 # Sums may be reordered, which is what lets them use vectors; NaN and infinity keep their meaning.
 FAST: dict[str, Any] = {**EXACT, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 
