@@ -18,7 +18,7 @@ _LOOKUP_BLOCKS = 512
 def cold_pairs(stage: Stage) -> None:
     """Prompts that nobody has seen, each computed with both caches, the order changing from pair to pair."""
     settings = stage.settings
-    pairs, length = (9, settings.document_tokens) if settings.full else (5, settings.short_tokens)
+    pairs, length = (13, settings.document_tokens) if settings.full else (5, settings.short_tokens)
     for pair in range(pairs):
         start = 20 * settings.document_tokens + (pair + 1) * (length + 17)
         prompt = stage.documents("worker-b", length, start, texts.QUESTIONS[:1])[0]
