@@ -111,7 +111,11 @@ def test_crop_goes_anywhere_and_back(make: Any) -> None:
     feed((ours, native), 2, 200, 1)
     for remove, add in ((0, 3), (1, 1), (70, 5), (64, 64), (130, 2), (500, 9)):
         ours.crop(-remove)
-        native.crop(-min(remove, native.get_seq_length())) if remove < native.get_seq_length() else native.reset()
+        if remove < native.get_seq_length():
+            native.crop(-remove)
+        else:
+            # Not reset(): in transformers 5.17 it zeroes the tensors and keeps their length.
+            native = DynamicCache()
         feed((ours, native), 2, add, remove)
         assert_same(ours, native)
     ours.crop(4)
