@@ -48,8 +48,7 @@ def play(settings: Settings, console: Console) -> Outcome:
             progress.console.print(f"  {mark}: {scene.title} ({time.monotonic() - started:.1f} s)")
             if failure:
                 outcome.failures.append((scene.title, failure))
-                # Without workers there is nothing to go on with.
-                if not settings.keep_going or not stage.workers:
+                if scene.vital or not settings.keep_going:
                     break
             progress.advance(task, scene.seconds)
         outcome.rows = stage.rows

@@ -17,12 +17,14 @@ class Scene:
     play: Callable[[Stage], None]
     seconds: int
     full_only: bool = False
+    # Without it there is nothing to go on with.
+    vital: bool = False
 
 
 SCENES: tuple[Scene, ...] = (
     # Needs neither the service nor a worker, and what others compute would be in its figures.
     Scene("look-ups over the socket", speed.look_ups, 5),
-    Scene("start the service and two workers", sharing.start, 20),
+    Scene("start the service and two workers", sharing.start, 20, vital=True),
     Scene("worker A cold, worker B warm", sharing.first_tokens, 22),
     Scene("kill worker A, worker C is still warm", sharing.kill_and_return, 14),
     Scene("a second, different model on the same service", sharing.second_model, 8),
