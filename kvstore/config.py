@@ -14,6 +14,8 @@ SOCKET_NAME = "kvstore.sock"
 # sun_path holds 108 bytes with the closing zero; the longest name beside the socket is ".admin".
 MAX_ADDRESS_BYTES = 107 - len(".admin")
 MAX_SESSIONS = 4096
+SLAB_KINDS = ("auto", "vmm", "legacy")
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?|GPU-[0-9a-fA-F-]{1,36}")
 _MOST_DIGITS = 20
 _LONGEST_SHOWN = 120
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -39,15 +41,17 @@ class AddressInUseError(StartError):
 class ServiceConfig:
     """How to serve.
 
-    Sizes are in bytes, times in seconds. `listen` is "host:port" or empty for no TCP. `namespace_max_bytes` = 0 leaves
-    the whole budget to every namespace. `grace_s` is what calls get to finish at the stop, `session_grace_s` is how
-    long a session that no process descriptor watches outlives its stream.
+    Sizes are in bytes, times in seconds. `device` is "cpu", "cuda", "cuda:N" or "GPU-<uuid>"; `slab_kind` says how GPU
+    memory travels: "vmm" by descriptor, "legacy" by IPC handle, "auto" = vmm. `listen` is "host:port" or empty for no
+    TCP. `namespace_max_bytes` = 0 leaves the whole budget to every namespace. `grace_s` is what calls get to finish at
+    the stop, `session_grace_s` is how long a session that no process descriptor watches outlives its stream.
     """
 
     address: Path
     listen: str = ""
     insecure: bool = False
     device: str = "cpu"
+    slab_kind: str = "auto"
     budget_bytes: int = 4 * 2**30
     namespace_max_bytes: int = 0
     max_sessions: int = 64
@@ -65,8 +69,20 @@ class ServiceConfig:
                     f"--listen {self.listen}: anybody who reaches that address could read and write the cache. "
                     "Expected a loopback address such as 127.0.0.1:7400: add --insecure if the network is trusted"
                 )
-        if self.device != "cpu":
-            raise ConfigurationError(f"--device {self.device!r}. Expected cpu, the only device this version has")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigurationError(
+                f"--device {shorten(self.device)!r}. Expected cpu, cuda, cuda:N, or a GPU's UUID as nvidia-smi -L "
+                "shows it (GPU-...): correct it or leave it out"
+            )
+        if self.slab_kind not in SLAB_KINDS:
+            raise ConfigurationError(
+                f"--slab-kind {shorten(self.slab_kind)!r}. Expected {', '.join(SLAB_KINDS)}: correct it or leave it out"
+            )
+        if self.slab_kind != "auto" and self.device == "cpu":
+            raise ConfigurationError(
+                f"--slab-kind {self.slab_kind} with --device cpu, whose slabs are memfds. Expected a GPU: give "
+                "--device cuda, or leave --slab-kind out"
+            )
         self._check_range("--budget", self.budget_bytes, 2**21, 2**50)
         self._check_range("--namespace-budget", self.namespace_max_bytes, 0, 2**50)
         self._check_range("--max-sessions", self.max_sessions, 1, MAX_SESSIONS)
@@ -255,6 +271,7 @@ _PARSERS: dict[str, Any] = {
     "listen": str,
     "insecure": _parse_bool,
     "device": str,
+    "slab_kind": str.lower,
     "budget": parse_size,
     "namespace_budget": parse_size,
     "max_sessions": _parse_int,

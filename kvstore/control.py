@@ -67,7 +67,11 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class KeepSegment:
-    """Server → supervisor: hold this segment (carries its descriptor) and answer `Kept`."""
+    """Server → supervisor: hold this segment (carries its descriptor) and answer `Kept`.
+
+    `memory` is a SlabMemory kind; `device_uuid` and `allocation_id` are hexadecimal, as is `nonce`, the first bytes of
+    a probe.
+    """
 
     ticket: int
     kind: int
@@ -76,6 +80,10 @@ class KeepSegment:
     nbytes: int
     slot_bytes: int
     slots: int
+    memory: str = "memfd"
+    device_uuid: str = ""
+    allocation_id: str = ""
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)

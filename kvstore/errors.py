@@ -13,6 +13,7 @@
     ├── LimitReachedError               RESOURCE_EXHAUSTED   a configured limit is used up
     │   └── OutOfMemoryError            RESOURCE_EXHAUSTED   the device can't give the memory
     ├── ServiceUnavailableError         UNAVAILABLE          starting, stopping, or a part is gone: try again
+    │   └── DeviceFailedError           UNAVAILABLE          the driver of the device reports an error
     ├── DeadlinePassedError             DEADLINE_EXCEEDED    did not finish in time
     └── IllegalTransitionError          INTERNAL             a slot or slab was asked to do what its state forbids
 
@@ -29,6 +30,7 @@ __all__ = [
     "BudgetTooSmallError",
     "ConflictError",
     "DeadlinePassedError",
+    "DeviceFailedError",
     "IllegalTransitionError",
     "InvalidRequestError",
     "KvstoreError",
@@ -109,6 +111,10 @@ class ServiceUnavailableError(KvstoreError):
     """The service starts, stops, or has lost a part; a later call may succeed."""
 
     code = "UNAVAILABLE"
+
+
+class DeviceFailedError(ServiceUnavailableError):
+    """The driver of the device that holds the blocks reports an error; the text has its name."""
 
 
 class DeadlinePassedError(KvstoreError):

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvstore.device.base import Device, SlabMemory
 from kvstore.errors import OutOfMemoryError
 from kvstore.store.events import DowngradeRequested, Event, LedgerGone, SlabGone, UnmapRequested
 from kvstore.store.ledger import ledger_bytes
@@ -26,6 +24,18 @@ from kvstore.store.types import (
     SlotRef,
     StoreConfig,
 )
+from kvstore.testing_device import FakeDevice, FakeSlabMemory
+
+__all__ = [
+    "FakeClock",
+    "FakeDevice",
+    "FakeSlabMemory",
+    "FakeWorker",
+    "StoreHarness",
+    "block_content",
+    "digest_chain",
+    "model_spec",
+]
 
 
 class FakeClock:
@@ -41,75 +51,6 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         """Lets time pass."""
         self.now += seconds
-
-
-class FakeSlabMemory(SlabMemory):
-    """Bytes of this process. `discarded` and `closed` tell what was done to it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._data = bytearray(nbytes)
-        self._view = memoryview(self._data)
-        self.discarded = False
-        self.closed = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes."""
-        return len(self._data)
-
-    @property
-    def fd(self) -> int:
-        """There is none: raises ValueError."""
-        raise ValueError("fake memory has no descriptor: use CpuDevice where one is needed")
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes, writable. Raises ValueError after close()."""
-        if self.closed:
-            raise ValueError("the slab is closed: its bytes can't be read any more")
-        return self._view
-
-    def read_only_fd(self) -> int:
-        """There is none: raises ValueError."""
-        return self.fd
-
-    def discard(self) -> None:
-        """Zeroes the bytes, as a punched memfd reads."""
-        self.discarded = True
-        self._view[:] = bytes(len(self._data))
-
-    def close(self) -> None:
-        """Notes that it was closed."""
-        self.closed = True
-
-
-class FakeDevice(Device):
-    """Makes fake slabs. `fail_next` lets the next allocations fail, `on_create` sees every size that is asked for."""
-
-    def __init__(self, name: str = "fake", on_create: Callable[[int], None] | None = None) -> None:
-        self._name = name
-        self._on_create = on_create
-        self._failures: deque[str] = deque()
-        self.created: list[FakeSlabMemory] = []
-
-    @property
-    def name(self) -> str:
-        """The name given."""
-        return self._name
-
-    def fail_next(self, times: int = 1, error: str = "no memory (as the test ordered)") -> None:
-        """The next `times` allocations raise OutOfMemoryError."""
-        self._failures.extend([error] * times)
-
-    def create_slab(self, nbytes: int) -> FakeSlabMemory:
-        """A zeroed fake slab. Raises OutOfMemoryError when told to."""
-        if self._on_create is not None:
-            self._on_create(nbytes)
-        if self._failures:
-            raise OutOfMemoryError(self._failures.popleft())
-        memory = FakeSlabMemory(nbytes)
-        self.created.append(memory)
-        return memory
 
 
 def digest_chain(length: int, text: str = "") -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Writes the generated parts of the documents: tables from the results file and from code.
+"""Writes the generated parts of the documents: tables from the results files and from code.
 
 `python scripts/generate_docs.py` writes; with `--check` it only says whether something is out of date (exit code 1).
 Generated parts stand between `<!-- name:begin -->` and `<!-- name:end -->`.
@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "demo.json"
+SEED_RESULTS = ROOT / "benchmarks" / "results" / "seed.json"
 REPORTS = ROOT / "docs" / "field-reports.tsv"
 _REPORT_ID = re.compile(r"\bb\d{3}\b")
 
@@ -41,6 +42,27 @@ def demo_table(results: dict[str, Any] | None) -> str:
         report.to_markdown(report.CLAIMS_HEAD, report.claim_lines(results["claims"])),
     ]
     return "\n\n".join(parts)
+
+
+def seed_table(results: dict[str, Any] | None) -> str:
+    """The tables of `kvstore bench seed`: runs, memory by process, claims, what was left out."""
+    from kvstore.bench import report
+    from kvstore.demo.report import CLAIMS_HEAD, claim_lines, to_markdown
+
+    if results is None:
+        return "(No results yet: `kvstore bench seed --json benchmarks/results/seed.json` writes them.)"
+    rows, versions = results["rows"], results["versions"]
+    origin = (
+        f"Measured by `{results['command']}` on {results['device']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, triton {versions['triton']}, {results['created'][:10]}."
+    )
+    tables = (
+        (CLAIMS_HEAD, claim_lines(results["claims"])),
+        (report.RUNS_HEAD, report.run_lines(rows)),
+        (report.DRIVER_HEAD, report.driver_lines(rows)),
+        (report.LEFT_OUT_HEAD, report.left_out_lines(rows)),
+    )
+    return "\n\n".join([origin, *(to_markdown(head, lines) for head, lines in tables if lines)])
 
 
 def serve_options() -> str:
@@ -101,8 +123,10 @@ def fill(text: str, name: str, content: str) -> str:
 def generate() -> dict[Path, str]:
     """What each document should say."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
+    seed = json.loads(SEED_RESULTS.read_text()) if SEED_RESULTS.exists() else None
     parts: tuple[tuple[str, str, Callable[[], str]], ...] = (
         ("README.md", "demo", lambda: demo_table(results)),
+        ("docs/gpu.md", "seed", lambda: seed_table(seed)),
         ("docs/configuration.md", "serve", serve_options),
         ("docs/configuration.md", "client", client_settings),
         ("docs/field-reports.md", "reports", field_reports),

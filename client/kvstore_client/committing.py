@@ -7,27 +7,34 @@ from typing import TYPE_CHECKING
 
 from kvstore_proto.v1 import blocks_pb2 as pb
 
+from kvstore_client.block_bytes import checksums_of
 from kvstore_client.blocks import Block, CommitEntry, Origin
 from kvstore_client.core import Core
+from kvstore_client.device_work import DEADLINE_S, Done, Pending
 from kvstore_client.errors import BadReplyError, KVStoreError, ServiceUnavailableError
 from kvstore_client.holdings import Debt, Holdings
 from kvstore_client.meter import Meter
 from kvstore_client.namespace import Namespace
-from kvstore_client.transports.base import SlotRef, checksum_of
+from kvstore_client.transports.base import SlotRef
 
 if TYPE_CHECKING:
     from kvstore_client.link import Link
     from kvstore_client.namespace import Registration
 
 _BLOCKS_A_CALL = 1024
+_PROBLEMS = {
+    "device-late": f"the device work that writes them did not end within {DEADLINE_S:.0f} s",
+    "device-failed": "the device that writes them has failed",
+}
 
 
 class CommitJob:
-    """Checksums, then (for blocks that don't lie in the service's memory) a copy into reserved slots, then Commit.
+    """Waits for the device work that writes the blocks; checksums, then (for blocks that don't lie in the service's
+    memory) a copy into reserved slots, then Commit.
 
-    Invariants: a block's bytes are summed before the service hears of it; slots for copies belong to the job from its
-    construction on and are given back whatever happens; the request's local blocks are held until the job ends or is
-    dropped.
+    Invariants: a block's bytes are complete, and summed, before the service hears of it; slots for copies belong to the
+    job from its construction on and are given back whatever happens; the request's local blocks are held until the job
+    ends or is dropped.
     """
 
     def __init__(
@@ -38,12 +45,16 @@ class CommitJob:
         meter: Meter,
         targets: dict[bytes, tuple[int, SlotRef]],
         entries: Sequence[CommitEntry],
+        after: Done | None = None,
     ) -> None:
-        """`targets`: slots reserved for digests whose blocks lie elsewhere, by (epoch, slot)."""
+        """`targets`: slots reserved for digests whose blocks lie elsewhere, by (epoch, slot). `after`: the device work
+        that writes the blocks; its deadline begins now.
+        """
         self._core = core
         self._namespace = namespace
         self._holdings = holdings
         self._meter = meter
+        self._writing = Pending(after)
         distinct: dict[bytes, CommitEntry] = {}
         for entry in entries:
             if entry.block.origin is not Origin.LEASED:
@@ -58,9 +69,17 @@ class CommitJob:
             if epoch and holdings.remove(epoch, ref):
                 self._claimed[entry.digest] = (epoch, ref)
 
+    def ready(self) -> bool:
+        """Whether the blocks are complete, or will not be."""
+        return self._writing.settled()
+
     def run(self) -> None:
         """Commits. What the service does not take stays private to the request."""
         try:
+            if self._writing.problem:
+                self._drop_all(self._writing.problem)
+                self._core.notices.warn("device-late", f"blocks were not committed: {_PROBLEMS[self._writing.problem]}")
+                return
             routed = self._core.route(self._namespace)
             if isinstance(routed, str):
                 self._drop_all(routed)
@@ -92,7 +111,7 @@ class CommitJob:
         self._holdings.end_reading(reading)
 
     def _commit(self, link: Link, registration: Registration) -> None:
-        layout = self._namespace.layout
+        namespace = self._namespace
         placed: list[tuple[CommitEntry, SlotRef]] = []
         elsewhere: list[CommitEntry] = []
         for entry in self._entries:
@@ -104,9 +123,12 @@ class CommitJob:
         borrowed: set[SlotRef] = set()
         try:
             moves = self._find_room(link, registration, elsewhere, borrowed)
-            sums = {e.digest: checksum_of(e.block, layout) for e, _ in placed + moves}
+            summed = [entry for entry, _ in placed + moves]
+            values = checksums_of([entry.block for entry in summed], namespace.layout)
+            sums = {entry.digest: value for entry, value in zip(summed, values, strict=True)}
             if moves:
-                sent = link.transport.send(link, layout, [(entry.block, ref) for entry, ref in moves])
+                transport = link.transport_for(namespace)
+                sent = transport.send(link, namespace, [(entry.block, ref) for entry, ref in moves])
                 self._meter.add(bytes_sent=sent)
             # In the order they came: parents first.
             order = {e.digest: i for i, e in enumerate(self._entries)}

@@ -44,7 +44,8 @@ class ClientConfig:
     queue_limit: int = 256
     """Commits that may wait for the background thread; more are dropped."""
     local_budget: int | None = None
-    """Bytes of worker-local slots; None = half of the memory that is available when the first model is attached."""
+    """Bytes of worker-local slots on each device that computes; None = half of what is free there when the first model
+    is attached."""
     local_slab_bytes: int = 32 * 2**20
     """Worker-local slots are allocated this many bytes at a time."""
     notice_interval_s: float = 10.0

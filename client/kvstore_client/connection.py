@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc
 from kvstore_proto.v1 import session_pb2 as pb
 
-from kvstore_client.attaching import Introduction, attach
+from kvstore_client.attaching import Callbacks, Introduction, attach
 from kvstore_client.errors import (
     AccessDeniedError,
     BadReplyError,
@@ -40,6 +41,9 @@ class Owner(Protocol):
     def unmapped(self, epoch: int, slab_id: int) -> None:
         """From any thread, and from finalizers: takes no lock."""
 
+    def later(self, action: Callable[[], None]) -> None:
+        """The same; runs the action in a thread that may wait."""
+
 
 class Connection:
     """One thread that attaches, serves the session stream, and attaches again when that ends.
@@ -52,6 +56,7 @@ class Connection:
         self._who = who
         self._transports = transports
         self._owner = owner
+        self._callbacks = Callbacks(owner.unmapped, owner.silent, owner.later)
         self._link: Link | None = None
         self._previous: Link | None = None
         self._closing = threading.Event()
@@ -104,7 +109,7 @@ class Connection:
         while not (self._closing.is_set() or self._lingering.is_set()):
             pause_s = self._who.config.retry_interval_s
             try:
-                link = attach(self._who, self._previous, self._transports, self._owner.unmapped, self._owner.silent)
+                link = attach(self._who, self._previous, self._transports, self._callbacks)
             except KVStoreError as error:
                 self.error = error
                 if self.first_attempt.is_set():

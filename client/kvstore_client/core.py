@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from kvstore_proto.v1 import session_pb2
 from kvstore_client.attaching import Introduction
 from kvstore_client.blocks import DIGEST_BYTES
 from kvstore_client.connection import Connection
+from kvstore_client.device_work import Done, default_stream_done
 from kvstore_client.errors import (
     BadReplyError,
     ClosedError,
@@ -33,7 +34,7 @@ from kvstore_client.plans import PlanFolder
 from kvstore_client.registry import Registry
 from kvstore_client.transports.base import SlotRef, TransportSet
 from kvstore_client.transports.bytes import BytesTransport
-from kvstore_client.transports.fd import DescriptorTransport
+from kvstore_client.transports.in_place import DescriptorTransport, HandleTransport
 from kvstore_client.worker import Returns, Worker
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Core:
         self.local = LocalSlabs(who.config.local_budget, who.config.local_slab_bytes)
         transports = TransportSet(
             fd=DescriptorTransport(who.config.verify),
+            cuda_ipc=HandleTransport(who.config.verify),
             bytes=BytesTransport(self.local, who.config.control_timeout_s, who.config.payload_bytes_per_s),
         )
         folder = PlanFolder.of_user(self.notices) if plans is None else plans
@@ -128,15 +130,23 @@ class Core:
             )
         return refs, reply
 
-    def give_back(self, debts: dict[int, Debt]) -> None:
-        """Gives leases and slots back, in the background, after the jobs queued before. Never waits."""
+    def give_back(self, debts: dict[int, Debt], after: Done | None = None) -> None:
+        """Gives leases and slots back, in the background, after the jobs queued before and the device work `after`.
+
+        Never waits. What a device may still be using when it is given up on stays ours until this process ends.
+        """
         owed = {epoch: debt for epoch, debt in debts.items() if debt and epoch >= self.connection.epoch}
         if owed:
-            self.worker.give_back(Returns(owed, self.owe))
+            self.worker.give_back(Returns(owed, self.owe, after))
 
-    def forget(self, holdings: Holdings) -> None:
+    def forget(self, holdings: Holdings, compute_device: str) -> None:
         """A request was dropped without close(). From a finalizer: only queues."""
-        self.worker.poke(lambda: self.owe(holdings.close()))
+
+        def give_up() -> None:
+            after = default_stream_done(compute_device)
+            self.give_back(holdings.close(after), after)
+
+        self.worker.poke(give_up)
 
     def fell_back(self, cause: str, detail: str = "") -> None:
         """A worker-local slot or a miss instead of the service. Says it once; raises if the store is `required`."""
@@ -200,6 +210,10 @@ class Core:
     def unmapped(self, epoch: int, slab_id: int) -> None:
         """A mapping is gone."""
         self.worker.poke(partial(self._on_unmapped, epoch, slab_id))
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Runs an action in the worker's thread."""
+        self.worker.poke(action)
 
     # ---- in the worker's thread
 

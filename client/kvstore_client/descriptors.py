@@ -37,6 +37,11 @@ class Received:
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file behind it."""
+        return os.fstat(self.fd).st_size
+
     def __enter__(self) -> int:
         return self.fd
 
@@ -95,10 +100,10 @@ class DescriptorSocket:
         self._expect(reply, "hello")
         return reply.hello
 
-    def probe(self, timeout_s: float) -> tuple[bytes, Received]:
-        """A page with a nonce."""
+    def probe(self, timeout_s: float) -> tuple[pb.ProbeReply, Received]:
+        """Memory with a nonce at its beginning."""
         reply, fds = self._exchange(pb.DescriptorRequest(probe=pb.Probe()), timeout_s)
-        return self._one(reply, fds, "probe").probe.nonce, Received(fds[0])
+        return self._one(reply, fds, "probe").probe, Received(fds[0])
 
     def open_slab(self, slab_id: int, *, writable: bool, timeout_s: float) -> tuple[pb.Segment, Received]:
         """A slab's descriptor and what the service says about it, unchecked."""

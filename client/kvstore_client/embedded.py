@@ -1,7 +1,8 @@
-"""A service of one's own: a child process with the same server, without configuration."""
+"""A service of one's own, without configuration: the same server, in a child process or in this one."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import shutil
@@ -11,12 +12,78 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
-from kvstore_client.errors import ServiceUnavailableError
+from kvstore_client.errors import ServiceUnavailableError, SettingError
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 2000
+
+
+class Embedded(Protocol):
+    """A service that this process started."""
+
+    @property
+    def address(self) -> str:
+        """Where it is served."""
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
+
+
+def start_embedded(device: str, budget: int | None) -> Embedded:
+    """Starts a service that holds its blocks on `device`. Raises SettingError for a device or budget that can't be, and
+    ServiceUnavailableError when it does not start.
+    """
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+        raise SettingError(f"budget={budget!r}: expected a whole number of bytes, such as 2**30 for a GiB, or None")
+    if device == "cpu":
+        return EmbeddedService.start(budget)
+    if not device.startswith(("cuda", "GPU-")):
+        raise SettingError(f'device={device!r}: expected "cpu", "cuda", "cuda:N" or a UUID "GPU-..."')
+    return InProcess.start(device, budget)
+
+
+class InProcess:
+    """The server in this process: its slabs are used where they lie, over the same CUDA context.
+
+    Invariants: as for EmbeddedService; memory that tensors still look through outlives it.
+    """
+
+    def __init__(self, service: Any) -> None:
+        self._service = service
+        self._owner = os.getpid()
+
+    @classmethod
+    def start(cls, device: str, budget: int | None) -> InProcess:
+        """Starts it and waits until it serves. Raises SettingError or ServiceUnavailableError."""
+        given = {"device": device} | ({} if budget is None else {"budget": str(budget)})
+        try:
+            # By name: the client never depends on the server part, which may not be installed.
+            configuration = importlib.import_module("kvstore.config")
+            inprocess = importlib.import_module("kvstore.inprocess")
+        except ImportError as error:
+            raise ServiceUnavailableError(
+                f"the embedded service can't be started: {error}; install the server part: "
+                "pip install 'gpu-kvstore[server]'"
+            ) from None
+        try:
+            return cls(inprocess.InProcessService.start(given))
+        except configuration.ConfigurationError as error:
+            raise SettingError(f"the embedded service: {error}") from None
+        except (configuration.StartError, OSError) as error:
+            raise ServiceUnavailableError(f"the embedded service did not start: {error}") from None
+
+    @property
+    def address(self) -> str:
+        """Where it is served."""
+        return str(self._service.address)
+
+    def close(self) -> None:
+        """Stops it. Idempotent. Does nothing in a forked child."""
+        if os.getpid() == self._owner:
+            self._service.close()
 
 
 class EmbeddedService:

@@ -15,6 +15,7 @@
         │   └── ProtocolMismatchError     the service speaks another version of the protocol
         ├── LimitReachedError             a budget or limit is used up  (RESOURCE_EXHAUSTED)
         ├── TransportUnavailableError     the required transport doesn't work here
+        ├── CudaError                     the CUDA driver, or a device, is missing or refuses
         ├── BadReplyError                 a reply that can't be right
         ├── NotHeldError                  a chain that is not in the cache  (NOT_FOUND)
         └── ServiceFaultError             an error inside the service  (everything else)
@@ -88,7 +89,13 @@ class LimitReachedError(ServiceError):
 
 
 class TransportUnavailableError(ServiceError):
-    """The required transport doesn't work here."""
+    """The required transport doesn't work here. `problem`: why not."""
+
+    problem: str = ""
+
+
+class CudaError(ServiceError):
+    """The CUDA driver, or a device, is missing or refuses: memory of the service can't be used in place."""
 
 
 class BadReplyError(ServiceError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvstore_client.blocks import Block, Origin
+from kvstore_client.device_work import Done
 from kvstore_client.transports.base import SlotRef
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class Holdings:
         self._debts: dict[int, Debt] = {}
         self._local: set[Block] = set()
         self._reading: dict[Block, int] = {}
-        self._doomed: set[Block] = set()
+        # To be freed when their commits have read them, behind what a device still does with them.
+        self._doomed: dict[Block, Done | None] = {}
         self._closed = False
 
     @property
@@ -85,16 +87,16 @@ class Holdings:
             self._local_slabs.free(block)
         return False
 
-    def free_local(self, block: Block) -> None:
-        """Frees a worker-local block, after the commits that read it. Idempotent."""
+    def free_local(self, block: Block, after: Done | None = None) -> None:
+        """Frees a worker-local block, after the commits that read it and the device work `after`. Idempotent."""
         with self._lock:
             if block not in self._local:
                 return
             if self._reading.get(block):
-                self._doomed.add(block)
+                self._doomed[block] = after
                 return
             self._local.remove(block)
-        self._local_slabs.free(block)
+        self._local_slabs.free(block, after)
 
     def begin_reading(self, blocks: Iterable[Block]) -> None:
         """A commit is queued that reads these blocks."""
@@ -105,7 +107,7 @@ class Holdings:
 
     def end_reading(self, blocks: Iterable[Block]) -> None:
         """That commit is done or was dropped."""
-        freed: list[Block] = []
+        freed: list[tuple[Block, Done | None]] = []
         with self._lock:
             for block in blocks:
                 if block.origin is not Origin.LOCAL:
@@ -115,20 +117,24 @@ class Holdings:
                     continue
                 del self._reading[block]
                 if block in self._doomed:
-                    self._doomed.remove(block)
+                    after = self._doomed.pop(block)
                     self._local.remove(block)
-                    freed.append(block)
-        for block in freed:
-            self._local_slabs.free(block)
+                    freed.append((block, after))
+        for block, after in freed:
+            self._local_slabs.free(block, after)
 
-    def close(self) -> dict[int, Debt]:
-        """Frees the local blocks; what is to be given back to the service, by epoch. Empty the second time."""
+    def close(self, after: Done | None = None) -> dict[int, Debt]:
+        """Frees the local blocks, behind the device work `after`; what is to be given back to the service, by epoch.
+
+        Empty the second time.
+        """
         with self._lock:
             self._closed = True
             debts, self._debts = self._debts, {}
-            self._doomed.update(self._reading)
-            freed = self._local - self._doomed
+            for block in self._reading:
+                self._doomed.setdefault(block, after)
+            freed = self._local - self._doomed.keys()
             self._local -= freed
         for block in freed:
-            self._local_slabs.free(block)
+            self._local_slabs.free(block, after)
         return debts

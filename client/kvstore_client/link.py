@@ -13,11 +13,14 @@ from kvstore_proto.v1 import blocks_pb2_grpc, session_pb2_grpc
 from kvstore_proto.v1 import session_pb2 as pb
 
 from kvstore_client.breaker import CircuitBreaker
+from kvstore_client.device_work import is_cuda
 from kvstore_client.errors import ServiceUnavailableError, SessionLostError, from_rpc
 
 if TYPE_CHECKING:
     from kvstore_client.descriptors import DescriptorSocket
     from kvstore_client.mapping import SlabMap
+    from kvstore_client.namespace import Namespace
+    from kvstore_client.offers import ServiceMemory
     from kvstore_client.transports.base import Transport
 
 Metadata = tuple[tuple[str, str], ...]
@@ -86,8 +89,10 @@ class Link:
     tenant: str
     server_version: str
     process_watched: bool
+    memory: ServiceMemory
     transport: Transport
     transport_reason: str
+    bytes_transport: Transport
     descriptors: DescriptorSocket | None
     slabs: SlabMap | None
     on_silent: Callable[[str], None]
@@ -100,6 +105,17 @@ class Link:
         self.metadata: Metadata = (("kvstore-session", self.session_id.hex()),)
         self.sessions = session_pb2_grpc.SessionServiceStub(self.channel)
         self.blocks = blocks_pb2_grpc.BlockServiceStub(self.channel)
+
+    def transport_for(self, namespace: Namespace) -> Transport:
+        """How a namespace's blocks are read and sent. Slabs of a device that another one computes for can't be read in
+        place: their payloads come as bytes.
+        """
+        elsewhere = is_cuda(self.memory.device) and namespace.compute_device != self.memory.device
+        return self.bytes_transport if elsewhere and self.transport.in_place else self.transport
+
+    def writes_in_place(self, namespace: Namespace) -> bool:
+        """Whether a namespace's blocks are written where they will lie. If not, they are sent when they are full."""
+        return self.transport.in_place and namespace.compute_device == self.memory.device
 
     def call(
         self, what: str, method: Callable[..., Any], request: Any, timeout_s: float, *, probe: bool = False

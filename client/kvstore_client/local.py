@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstore_client.blocks import Block, Origin
+from kvstore_client.device_work import Done, Pending, Settled, is_cuda, wait
 from kvstore_client.errors import LocalBudgetExceeded
 
 if TYPE_CHECKING:
@@ -27,49 +28,89 @@ class _Arena:
 class LocalSlabs:
     """Worker-local slots, allocated a slab at a time up to a hard budget.
 
-    Invariants: the bytes of all slabs never exceed the budget; a slot is free or taken, never both; an unused slab is
-    kept only while it is the one of its size, and goes when another size needs its room.
+    They lie on the device that computes. The budget holds for each device by itself.
+
+    Invariants: the bytes of all slabs of a device never exceed its budget; a slot is free or taken, never both; an
+    unused slab is kept only while it is the one of its size, and goes when another size needs its room.
     """
 
-    def __init__(self, budget: int | None, slab_bytes: int, available: Callable[[], int] | None = None) -> None:
+    def __init__(self, budget: int | None, slab_bytes: int, available: Callable[[str], int] | None = None) -> None:
         self._budget = budget
         self._slab_bytes = slab_bytes
         self._available = available_memory if available is None else available
         self._lock = threading.Lock()
-        self._arenas: dict[int, _Arena] = {}
-        self._allocated = 0
+        self._limits: dict[str, int] = {}
+        self._arenas: dict[tuple[str, int], _Arena] = {}
+        self._allocated: dict[str, int] = {}
+        self._homes: dict[Slab, str] = {}
+        self._cooling: list[tuple[Block, Pending]] = []
         self._taken = 0
 
-    def settle_budget(self) -> None:
-        """Fixes an open budget to half of the memory that is available now. Later calls change nothing."""
+    def settle_budget(self, device: str = "cpu") -> None:
+        """Fixes an open budget to half of the device's memory that is available now. Later calls change nothing."""
         with self._lock:
-            self._limit()
+            self._limit(device)
 
-    def take(self, layout: BlockLayout) -> Block:
-        """A free slot; its content is undefined. Raises LocalBudgetExceeded."""
+    def take(self, layout: BlockLayout, device: str = "cpu") -> Block:
+        """A free slot on a device; its content is undefined. Raises LocalBudgetExceeded."""
         with self._lock:
-            arena = self._arenas.setdefault(layout.block_bytes, _Arena())
-            slab = next((slab for slab, slots in arena.free.items() if slots), None)
-            if slab is None:
-                slab = self._grow(layout.block_bytes)
-                arena.free[slab] = list(range(slab.slots - 1, -1, -1))
-            self._taken += 1
-            return Block(slab, arena.free[slab].pop(), Origin.LOCAL)
+            if self._cooling:
+                self._sweep()
+            try:
+                return self._take(layout, device)
+            except LocalBudgetExceeded:
+                cooling = [using for _, using in self._cooling]
+                if not cooling:
+                    raise
+        # Rare: all that is left is still read by a device, which has been told to finish long ago.
+        wait(Settled(cooling), "the device work on local blocks that were given back")
+        with self._lock:
+            self._sweep()
+            return self._take(layout, device)
 
-    def free(self, block: Block) -> None:
-        """Gives a slot back; the caller sees to it that this happens once."""
+    def _take(self, layout: BlockLayout, device: str) -> Block:
+        arena = self._arenas.setdefault((device, layout.block_bytes), _Arena())
+        slab = next((slab for slab, slots in arena.free.items() if slots), None)
+        if slab is None:
+            slab = self._grow(device, layout.block_bytes)
+            arena.free[slab] = list(range(slab.slots - 1, -1, -1))
+        self._taken += 1
+        return Block(slab, arena.free[slab].pop(), Origin.LOCAL)
+
+    def free(self, block: Block, after: Done | None = None) -> None:
+        """Gives a slot back; the caller sees to it that this happens once. It is handed out again behind the device
+        work `after`, whatever stream its next user has.
+        """
+        using = Pending(after)
         with self._lock:
-            arena = self._arenas[block.slab.slot_bytes]
-            slots = arena.free[block.slab]
-            slots.append(block.slot)
-            self._taken -= 1
-            if len(slots) == block.slab.slots and len(arena.free) > 1:
-                self._drop(arena, block.slab)
+            if using.settled():
+                self._free(block)
+            else:
+                self._cooling.append((block, using))
+
+    def _sweep(self) -> None:
+        """Frees what no device uses any more. What a device is given up on for stays taken."""
+        still = []
+        for block, using in self._cooling:
+            if not using.settled():
+                still.append((block, using))
+            elif not using.problem:
+                self._free(block)
+        self._cooling = still
+
+    def _free(self, block: Block) -> None:
+        device = self._homes[block.slab]
+        arena = self._arenas[device, block.slab.slot_bytes]
+        slots = arena.free[block.slab]
+        slots.append(block.slot)
+        self._taken -= 1
+        if len(slots) == block.slab.slots and len(arena.free) > 1:
+            self._drop(device, arena, block.slab)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all slabs."""
-        return self._allocated
+        return sum(self._allocated.values())
 
     @property
     def taken_blocks(self) -> int:
@@ -78,43 +119,67 @@ class LocalSlabs:
 
     @property
     def budget_bytes(self) -> int:
-        """The hard limit; fixed by the first use."""
+        """The hard limits of the devices in use (of the CPU, before the first use) together."""
         with self._lock:
-            return self._limit()
+            return sum(self._limits.values()) if self._limits else self._limit("cpu")
 
-    def _limit(self) -> int:
-        if self._budget is None:
-            self._budget = self._available() // 2
-        return self._budget
+    def _limit(self, device: str) -> int:
+        limit = self._limits.get(device)
+        if limit is None:
+            limit = self._limits[device] = self._available(device) // 2 if self._budget is None else self._budget
+        return limit
 
-    def _grow(self, slot_bytes: int) -> Slab:
-        from kvstore_kernels.slab import Slab
-
-        if self._slots_within(slot_bytes) < 1:
-            for arena in self._arenas.values():
-                for slab in [s for s, slots in arena.free.items() if len(slots) == s.slots]:
-                    self._drop(arena, slab)
-        slots = self._slots_within(slot_bytes)
+    def _grow(self, device: str, slot_bytes: int) -> Slab:
+        if self._slots_within(device, slot_bytes) < 1:
+            for (where, _), arena in self._arenas.items():
+                for slab in [s for s, slots in arena.free.items() if len(slots) == s.slots and where == device]:
+                    self._drop(device, arena, slab)
+        slots = self._slots_within(device, slot_bytes)
         if slots < 1:
             raise LocalBudgetExceeded(
-                f"no room for another local block of {slot_bytes} bytes: {self._allocated} of {self._limit()} bytes "
-                "are in use; raise local_budget (connect(local_budget=...) or KVSTORE_CLIENT_LOCAL_BUDGET), give the "
-                'service a larger budget, or attach with fallback="native"'
+                f"no room for another local block of {slot_bytes} bytes on {device}: "
+                f"{self._allocated.get(device, 0)} of {self._limit(device)} bytes are in use; raise local_budget "
+                "(connect(local_budget=...) or KVSTORE_CLIENT_LOCAL_BUDGET), give the service a larger budget, or "
+                'attach with fallback="native"'
             )
-        self._allocated += slots * slot_bytes
-        return Slab.allocate(slot_bytes, slots)
+        slab = allocate(slot_bytes, slots, device)
+        self._homes[slab] = device
+        self._allocated[device] = self._allocated.get(device, 0) + slots * slot_bytes
+        return slab
 
-    def _slots_within(self, slot_bytes: int) -> int:
-        room = (self._limit() - self._allocated) // slot_bytes
+    def _slots_within(self, device: str, slot_bytes: int) -> int:
+        room = (self._limit(device) - self._allocated.get(device, 0)) // slot_bytes
         return min(max(1, self._slab_bytes // slot_bytes), room)
 
-    def _drop(self, arena: _Arena, slab: Slab) -> None:
-        del arena.free[slab]
-        self._allocated -= slab.slots * slab.slot_bytes
+    def _drop(self, device: str, arena: _Arena, slab: Slab) -> None:
+        del arena.free[slab], self._homes[slab]
+        self._allocated[device] -= slab.slots * slab.slot_bytes
 
 
-def available_memory() -> int:
-    """Bytes this process could still use: MemAvailable, or less inside a memory-limited control group."""
+def allocate(slot_bytes: int, slots: int, device: str) -> Slab:
+    """A slab in this process's own memory. Raises LocalBudgetExceeded when the device has none left."""
+    import torch
+    from kvstore_kernels.slab import Slab
+
+    try:
+        return Slab.allocate(slot_bytes, slots, device=device)
+    except torch.OutOfMemoryError as error:
+        raise LocalBudgetExceeded(
+            f"no room for another local block of {slot_bytes} bytes on {device}: the device has none left, though "
+            f"local_budget allows it; lower what else lives there, or give the service a larger budget ({error})"
+        ) from None
+
+
+def available_memory(device: str = "cpu") -> int:
+    """Bytes this process could still use on a device.
+
+    "cpu": MemAvailable, or less inside a memory-limited control group. "cuda:N": what the driver calls free.
+    """
+    if is_cuda(device):
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        return free
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -15,10 +15,8 @@ from kvstore_client.meter import Meter
 from kvstore_client.transports.base import Receipt, check_lease
 
 if TYPE_CHECKING:
-    from kvstore_kernels.layout import BlockLayout
-
     from kvstore_client.link import Link
-    from kvstore_client.namespace import Registration
+    from kvstore_client.namespace import Namespace, Registration
 
 _REASONS = {
     pb.MISS_REASON_NOT_FOUND: "not-found",
@@ -31,7 +29,7 @@ def look_up(
     core: Core,
     link: Link,
     registration: Registration,
-    layout: BlockLayout,
+    namespace: Namespace,
     holdings: Holdings,
     meter: Meter,
     chains: Sequence[bytes],
@@ -53,10 +51,10 @@ def look_up(
     if len(reply.leases) != len(chains):
         raise BadReplyError(f"LookupAndLease answered {len(reply.leases)} leases for {len(chains)} chains")
     matches = [
-        _receive(core, link, registration, layout, holdings, meter, lease, chain)
+        _receive(core, link, registration, namespace, holdings, meter, lease, chain)
         for lease, chain in zip(reply.leases, chains, strict=True)
     ]
-    if not link.transport.in_place:
+    if not link.transport_for(namespace).in_place:
         holdings.drop_leases(link.epoch, leases)
         core.give_back({link.epoch: Debt(leases=leases)})
     return matches
@@ -66,7 +64,7 @@ def _receive(
     core: Core,
     link: Link,
     registration: Registration,
-    layout: BlockLayout,
+    namespace: Namespace,
     holdings: Holdings,
     meter: Meter,
     lease: pb.Lease,
@@ -74,13 +72,14 @@ def _receive(
 ) -> Match:
     check_lease(lease, len(chain) // DIGEST_BYTES)
     receipt = Receipt()
+    transport = link.transport_for(namespace)
     if lease.lease_id:
         try:
-            receipt = link.transport.receive(link, layout, lease)
+            receipt = transport.receive(link, namespace, lease)
         except KVStoreError as error:
             core.notices.warn("unreadable", f"leased blocks can't be read: {error}")
             receipt.reason = "unmapped"
-    if not link.transport.in_place and not holdings.add_local(receipt.blocks):
+    if not transport.in_place and not holdings.add_local(receipt.blocks):
         receipt.blocks, receipt.reason = [], "error"
     meter.add(
         blocks_leased=len(receipt.blocks),

@@ -2,82 +2,94 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from kvstore_client.descriptors import DescriptorSocket
-from kvstore_client.errors import BadReplyError, KVStoreError, ServiceUnavailableError
-from kvstore_client.memory import buffer_at, can_shrink, map_shared, unmap
+from kvstore_client.device_work import is_cuda
+from kvstore_client.errors import BadReplyError, CudaError, KVStoreError, ServiceUnavailableError
+from kvstore_client.holds import Hold, take_hold
+from kvstore_client.offers import Offer, ServiceMemory, SlabSource, check_offer
 
 if TYPE_CHECKING:
     from kvstore_kernels.slab import Slab
-    from kvstore_proto.v1 import descriptor_pb2 as pb
 
-# No slab comes near it; a larger one is a broken or hostile reply.
-MOST_SLAB_BYTES = 1 << 44
+log = logging.getLogger("kvstore_client")
 MOST_RETIRED = 65536
 UnmappedCallback = Callable[[int], None]
+Later = Callable[[Callable[[], None]], None]
 
 
 class MappedSlab:
     """One mapping. It ends when the last tensor, block or view over it is gone, wherever that is."""
 
-    def __init__(self, slab: Slab, address: int, nbytes: int, *, writable: bool) -> None:
+    def __init__(self, slab: Slab, hold: Hold, *, writable: bool) -> None:
         self.slab = slab
-        self.address = address
-        self.nbytes = nbytes
+        self.hold = hold
         self.writable = writable
 
-    def replace(self, fd: int, *, writable: bool) -> None:
-        """Maps `fd` over the same address, so that no second alias with other rights exists."""
-        map_shared(fd, self.nbytes, writable=writable, address=self.address)
-        self.writable = writable
-        self.slab.writable = writable
+    def change(self, offer: Offer | None, *, writable: bool) -> None:
+        """Other rights over the same memory: no second alias exists at any time."""
+        if not writable:
+            # Before the rights go: a codec must be told by us, not by a fault.
+            self.slab.writable = False
+        self.hold.change(offer, writable=writable)
+        self.writable = self.slab.writable = writable
+        self.slab.pinned = self.hold.pinned
+
+    def pin(self, ordinal: int) -> None:
+        """Lets a CUDA device read host memory asynchronously, if it can be pinned."""
+        self.hold.pin(ordinal, writable=self.writable)
+        self.slab.pinned = self.hold.pinned
 
 
 class SlabMap:
     """The mapped slabs of one attachment.
 
-    Invariants: at most one mapping a slab; a slab that the service asked back is never mapped again; `tell_unmapped` is
-    called once for each slab asked back, when nothing in this process refers to it.
+    Invariants: at most one mapping a slab; a slab that the service asked back is never mapped again; a mapping ends
+    when nothing in this process refers to it and the device is done with it; `tell_unmapped` is called then, once for
+    each slab.
     """
 
-    def __init__(self, descriptors: DescriptorSocket, timeout_s: float, tell_unmapped: UnmappedCallback) -> None:
-        self._descriptors = descriptors
-        self._timeout_s = timeout_s
+    def __init__(
+        self, source: SlabSource, tell_unmapped: UnmappedCallback, later: Later, home: ServiceMemory | None = None
+    ) -> None:
+        """`later(action)` runs an action soon in a thread that may wait; callable from finalizers."""
+        self.home = ServiceMemory() if home is None else home
+        self._source = source
         self._tell_unmapped = tell_unmapped
+        self._later = later
         self._lock = threading.Lock()
         self._mapped: dict[int, MappedSlab] = {}
         self._retired: dict[int, None] = {}
-        # Of all mappings that something in this process still refers to. Finalizers change it: no lock.
+        # Of all mappings that are still there. Finalizers change it: no lock.
         self._alive: set[int] = set()
 
-    def open(self, slab_id: int, slot_bytes: int, *, writable: bool) -> Slab:
-        """The slab, mapped with at least the rights asked for. Raises a ServiceError; nothing is mapped then."""
+    def open(self, slab_id: int, slot_bytes: int, *, writable: bool, compute_device: str = "cpu") -> Slab:
+        """The slab, mapped with at least the rights asked for; pinned if it is host memory that a CUDA device reads.
+
+        Raises a ServiceError; nothing is mapped then.
+        """
         with self._lock:
             if slab_id in self._retired:
                 raise ServiceUnavailableError(f"slab {slab_id} is being returned to the service")
             mapped = self._mapped.get(slab_id)
-            if mapped is not None and (mapped.writable or not writable):
-                self._check_slots(mapped.slab, slot_bytes, slab_id)
-                return mapped.slab
-            segment, received = self._descriptors.open_slab(slab_id, writable=writable, timeout_s=self._timeout_s)
-            with received as fd:
-                check_segment(segment, fd, slab_id, slot_bytes)
+            if mapped is None or (writable and not mapped.writable):
                 try:
-                    if mapped is not None:
-                        if segment.bytes != mapped.nbytes:
-                            raise BadReplyError(f"slab {slab_id} has {segment.bytes} bytes; it had {mapped.nbytes}")
-                        mapped.replace(fd, writable=True)
-                        return mapped.slab
-                    mapped = self._map(slab_id, segment, fd, writable=writable)
-                except OSError as error:
+                    mapped = self._fetch(slab_id, slot_bytes, mapped, writable=writable)
+                except (OSError, CudaError) as error:
                     raise ServiceUnavailableError(f"slab {slab_id} can't be mapped: {error}") from None
-            self._mapped[slab_id] = mapped
-            return mapped.slab
+                self._mapped[slab_id] = mapped
+            slab = mapped.slab
+            if slab.slot_bytes != slot_bytes:
+                raise BadReplyError(f"slab {slab_id} has slots of {slab.slot_bytes} bytes; expected {slot_bytes}")
+            if not is_cuda(self.home.device) and is_cuda(compute_device) and not slab.pinned:
+                mapped.pin(int(compute_device.removeprefix("cuda:")))
+            return slab
 
     def downgrade(self, slab_ids: list[int]) -> list[int]:
         """Makes mappings read-only. The slabs for which that is true now; the others stay as they are."""
@@ -85,16 +97,13 @@ class SlabMap:
         with self._lock:
             for slab_id in slab_ids:
                 mapped = self._mapped.get(slab_id)
-                if mapped is None or not mapped.writable:
-                    done.append(slab_id)
-                    continue
-                try:
-                    segment, received = self._descriptors.open_slab(slab_id, writable=False, timeout_s=self._timeout_s)
-                    with received as fd:
-                        check_segment(segment, fd, slab_id, mapped.slab.slot_bytes)
-                        mapped.replace(fd, writable=False)
-                except (KVStoreError, OSError):
-                    continue
+                if mapped is not None and mapped.writable:
+                    try:
+                        self._give_up_writing(slab_id, mapped)
+                    except (KVStoreError, OSError) as error:
+                        log.warning("slab %d can't be made read-only: %s", slab_id, error)
+                        mapped.slab.writable = mapped.writable
+                        continue
                 done.append(slab_id)
         return done
 
@@ -120,10 +129,10 @@ class SlabMap:
         """Mappings that are still there, those given up but still referred to included."""
         return len(self._alive)
 
-    def rebind(self, descriptors: DescriptorSocket) -> None:
+    def rebind(self, source: SlabSource) -> None:
         """The session goes on over another connection to the same service."""
         with self._lock:
-            self._descriptors = descriptors
+            self._source = source
 
     def close(self) -> None:
         """Lets all mappings go; those still in use stay until they are not."""
@@ -141,45 +150,54 @@ class SlabMap:
         while len(self._retired) > MOST_RETIRED:
             del self._retired[next(iter(self._retired))]
 
-    def _map(self, slab_id: int, segment: pb.Segment, fd: int, *, writable: bool) -> MappedSlab:
-        from kvstore_kernels.slab import Slab
+    def _fetch(self, slab_id: int, slot_bytes: int, mapped: MappedSlab | None, *, writable: bool) -> MappedSlab:
+        with self._source.fetch(slab_id, writable=writable) as offer:
+            check_offer(offer, self.home, slab_id, slot_bytes)
+            if mapped is None:
+                return self._map(slab_id, offer, writable=writable)
+            if offer.nbytes != mapped.hold.nbytes:
+                raise BadReplyError(f"slab {slab_id} has {offer.nbytes} bytes; it had {mapped.hold.nbytes}")
+            mapped.change(offer, writable=writable)
+            return mapped
 
-        address = map_shared(fd, segment.bytes, writable=writable)
-        memory = buffer_at(address, segment.bytes)
+    def _give_up_writing(self, slab_id: int, mapped: MappedSlab) -> None:
+        if not mapped.hold.asks_to_change:
+            mapped.change(None, writable=False)
+            return
+        with self._source.fetch(slab_id, writable=False) as offer:
+            check_offer(offer, self.home, slab_id, mapped.slab.slot_bytes)
+            mapped.change(offer, writable=False)
+
+    def _map(self, slab_id: int, offer: Offer, *, writable: bool) -> MappedSlab:
+        hold = take_hold(offer, self.home, writable=writable)
+        try:
+            slab, memory = hold.slab(offer, writable=writable)
+        except BaseException:
+            hold.release()
+            raise
         self._alive.add(slab_id)
-        weakref.finalize(
-            memory, _unmap, os.getpid(), address, segment.bytes, slab_id, self._alive, self._tell_unmapped
-        ).atexit = False
-        slab = Slab.from_buffer(memory, segment.slot_bytes, slots=segment.slots)
-        slab.writable = writable
-        return MappedSlab(slab, address, segment.bytes, writable=writable)
-
-    @staticmethod
-    def _check_slots(slab: Slab, slot_bytes: int, slab_id: int) -> None:
-        if slab.slot_bytes != slot_bytes:
-            raise BadReplyError(f"slab {slab_id} has slots of {slab.slot_bytes} bytes; expected {slot_bytes}")
+        end = partial(_end, os.getpid(), hold, slab_id, self._alive, self._tell_unmapped)
+        weakref.finalize(memory, _gone, hold, end, self._later).atexit = False
+        return MappedSlab(slab, hold, writable=writable)
 
 
-def check_segment(segment: pb.Segment, fd: int, slab_id: int, slot_bytes: int) -> None:
-    """Compares what the service says with the descriptor itself. Raises BadReplyError: it must not be mapped then."""
-    actual = os.fstat(fd).st_size
-    problem = ""
-    if not 0 < segment.bytes <= min(actual, MOST_SLAB_BYTES):
-        problem = f"claims {segment.bytes} bytes, its descriptor has {actual}"
-    elif segment.slot_bytes != slot_bytes:
-        problem = f"has slots of {segment.slot_bytes} bytes; the layout's blocks have {slot_bytes}"
-    elif not 0 < segment.slots <= segment.bytes // slot_bytes:
-        problem = f"claims {segment.slots} slots of {slot_bytes} bytes in {segment.bytes}"
-    elif can_shrink(fd):
-        problem = "is not sealed against shrinking"
-    if problem:
-        raise BadReplyError(f"slab {slab_id} {problem}; it was not mapped")
+def _gone(hold: Hold, end: Callable[[], None], later: Later) -> None:
+    """Nobody looks through a mapping any more. Runs in a finalizer, which must not wait for a device."""
+    if hold.waits:
+        later(end)
+    else:
+        end()
 
 
-def _unmap(pid: int, address: int, nbytes: int, slab_id: int, alive: set[int], tell_unmapped: UnmappedCallback) -> None:
+def _end(pid: int, hold: Hold, slab_id: int, alive: set[int], tell_unmapped: UnmappedCallback) -> None:
     # A forked child has copies of these objects but not the mapping; the address may be something else there.
     if os.getpid() != pid:
         return
-    unmap(address, nbytes)
+    try:
+        hold.release()
+    except (CudaError, OSError) as error:
+        # It stays mapped, so the service must not hear that it is gone.
+        log.warning("slab %d can't be unmapped: %s", slab_id, error)
+        return
     alive.discard(slab_id)
     tell_unmapped(slab_id)

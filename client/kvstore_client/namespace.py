@@ -61,9 +61,11 @@ class Namespace:
     can change at any time (`shares`, `reason`): the service may be away, come back, or keep another plan.
     """
 
-    def __init__(self, identity: ModelIdentity, plan: CodecPlan) -> None:
+    def __init__(self, identity: ModelIdentity, plan: CodecPlan, compute_device: str = "cpu") -> None:
+        """`compute_device`: where the model computes, "cpu" or "cuda:N"."""
         self.identity = identity
         self.plan = plan
+        self.compute_device = compute_device
         self._lock = threading.Lock()
         self._registration: Registration | None = None
         self._reason = "service-away"

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from kvstore_client.link import Link
 
-_Key = tuple[bytes, bytes, object]
+_Key = tuple[bytes, bytes, object, str]
 
 
 class Registry:
-    """Invariants: one Namespace an identity; a namespace's plan is fixed before anybody else sees it; a registration
-    is of the epoch in which it was made.
+    """Invariants: one Namespace an identity and compute device; a namespace's plan is fixed before anybody else sees
+    it; a registration is of the epoch in which it was made.
     """
 
     def __init__(self, config: ClientConfig, notices: Notices, plans: PlanFolder, *, required: bool) -> None:
@@ -40,9 +40,10 @@ class Registry:
         identity: ModelIdentity,
         plan_factory: Callable[[], CodecPlan],
         current_link: Callable[[], Link | None],
+        compute_device: str = "cpu",
     ) -> Namespace:
         """See Store.namespace_for."""
-        key: _Key = (identity.fingerprint, identity.layout.digest(), identity.shard)
+        key: _Key = (identity.fingerprint, identity.layout.digest(), identity.shard, compute_device)
         with self._making:
             known = self._namespaces.get(key)
             if known is not None:
@@ -50,7 +51,7 @@ class Registry:
             link = current_link()
             plan = None if link is None else self._kept_plan(identity, link)
             plan = plan or self._plans.load(identity.fingerprint, identity.layout) or plan_factory()
-            namespace = Namespace(identity, plan)
+            namespace = Namespace(identity, plan, compute_device)
             link = current_link()
             if link is not None:
                 namespace = self._first_registration(namespace, link)
@@ -116,7 +117,7 @@ class Registry:
                     "stay local. Evict the namespace, or use the version of gpu-kvstore that wrote the plan",
                 )
                 return namespace
-            namespace = Namespace(identity, kept)
+            namespace = Namespace(identity, kept, namespace.compute_device)
         namespace.registered(Registration(link.epoch, reply.namespace_id, reply.max_bytes))
         return namespace
 

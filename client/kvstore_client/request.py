@@ -6,10 +6,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvstore_client.blocks import DIGEST_BYTES, Block, CommitEntry, Match, Origin, RequestTraffic
 from kvstore_client.committing import CommitJob
 from kvstore_client.core import Core, split_digests
+from kvstore_client.device_work import Done, default_stream_done
 from kvstore_client.errors import ClosedError, KVStoreError, ServiceUnavailableError, UsageError
 from kvstore_client.holdings import Debt
 from kvstore_client.looking_up import look_up
@@ -17,6 +19,9 @@ from kvstore_client.meter import Meter
 from kvstore_client.namespace import Namespace
 from kvstore_client.reserving import Granted, TopUpJob, reserve_slots
 from kvstore_client.transports.base import SlotRef
+
+if TYPE_CHECKING:
+    from kvstore_client.link import Link
 
 
 class Request:
@@ -43,8 +48,9 @@ class Request:
         self._anonymous: set[Block] = set()
         self._short = Granted({})
         self._topping_up = False
+        self._wants_ahead = False
         # Nothing is sent from a finalizer: it queues what is to be given back.
-        weakref.finalize(self, core.forget, self._holdings).atexit = False
+        weakref.finalize(self, core.forget, self._holdings, namespace.compute_device).atexit = False
 
     def match(self, chains: Sequence[bytes], wait_ms: int = 0) -> list[Match]:
         """Leases the longest held prefix of every chain; one call of the service for all rows.
@@ -63,7 +69,7 @@ class Request:
             self._meter.note(routed)
             return [Match(reason=routed) for _ in chains]
         try:
-            return look_up(self._core, *routed, self.namespace.layout, self._holdings, self._meter, chains, wait_ms)
+            return look_up(self._core, *routed, self.namespace, self._holdings, self._meter, chains, wait_ms)
         except ServiceUnavailableError as error:
             if self._core.required:
                 raise
@@ -119,20 +125,45 @@ class Request:
         """Asks in the background for anonymous slots, so that at least `count` lie ready."""
         self._check_open()
         with self._lock:
+            self._wants_ahead = True
             if self._topping_up or len(self._ready) >= count:
                 return
             routed = self._core.route(self.namespace)
-            if isinstance(routed, str) or not routed[0].transport.in_place or routed[0].breaker.open:
+            if isinstance(routed, str) or not self._writes_in_place(routed[0]) or routed[0].breaker.open:
                 return
             self._topping_up = True
             missing = count - len(self._ready)
-        self._core.worker.put(TopUpJob(self, missing))
+        self._core.worker.put(TopUpJob(self, missing), urgent=True)
 
-    def commit(self, entries: Sequence[CommitEntry | tuple[Block, bytes, bytes]]) -> None:
+    def release_ahead(self, after: Done | None = None) -> None:
+        """Gives the slots back that lie ready, and those of a top-up that is under way. Never waits.
+
+        `after`: the device work that may still use them; default as in close().
+        """
+        self._check_open()
+        with self._lock:
+            self._wants_ahead = False
+        self._let_go(after)
+
+    def _let_go(self, after: Done | None) -> None:
+        with self._lock:
+            ready = list(self._ready)
+            self._ready.clear()
+        debts: dict[int, Debt] = {}
+        for block in ready:
+            ref = SlotRef(block.slab_id, block.slot, block.generation)
+            if self._holdings.remove(block.epoch, ref):
+                debts.setdefault(block.epoch, Debt()).slots.add(ref)
+        if debts:
+            self._core.give_back(debts, default_stream_done(self.namespace.compute_device) if after is None else after)
+
+    def commit(self, entries: Sequence[CommitEntry | tuple[Block, bytes, bytes]], after: Done | None = None) -> None:
         """Makes full blocks visible, in the background: (block, digest, parent digest), parents first.
 
-        The caller never writes them again. Worker-local blocks are copied to the service. Blocks whose digest somebody
-        else committed first stay this request's private ones.
+        The caller never writes them again. `after`: the device work that writes them (a torch.cuda.Event, recorded
+        behind it; default as in close()); nobody sees a block before that has ended, and a commit whose device is not
+        done within 60 s is dropped ("device-late"). Worker-local blocks are copied to the service. Blocks whose digest
+        somebody else committed first stay this request's private ones.
         """
         self._check_open()
         checked = [e if isinstance(e, CommitEntry) else CommitEntry(*e) for e in entries]
@@ -140,16 +171,21 @@ class Request:
             raise UsageError(f"a digest or parent to commit doesn't have {DIGEST_BYTES} bytes")
         if not checked:
             return
+        if after is None:
+            after = default_stream_done(self.namespace.compute_device)
         with self._lock:
             self._committing.update(e.block for e in checked)
-        job = CommitJob(self._core, self.namespace, self._holdings, self._meter, self._targets, checked)
+        job = CommitJob(self._core, self.namespace, self._holdings, self._meter, self._targets, checked, after)
         self._core.worker.put(job)
 
-    def give_back(self, block: Block) -> None:
-        """Frees one block before close(). Leased blocks stay leased until close(). Idempotent, never waits."""
+    def give_back(self, block: Block, after: Done | None = None) -> None:
+        """Frees one block before close(). Leased blocks stay leased until close(). Idempotent, never waits.
+
+        `after`: the device work that still uses it; the service gets it back behind that.
+        """
         self._check_open()
         if block.origin is Origin.LOCAL:
-            self._holdings.free_local(block)
+            self._holdings.free_local(block, after)
         if block.origin is not Origin.PRIVATE:
             return
         with self._lock:
@@ -160,16 +196,24 @@ class Request:
                 return
         ref = SlotRef(block.slab_id, block.slot, block.generation)
         if self._holdings.remove(block.epoch, ref):
-            self._core.give_back({block.epoch: Debt(slots={ref})})
+            self._core.give_back({block.epoch: Debt(slots={ref})}, after)
 
-    def close(self) -> None:
-        """Frees everything, in the background, after pending commits. Idempotent, never waits."""
+    def close(self, after: Done | None = None) -> None:
+        """Frees everything, in the background, after pending commits. Idempotent, never waits.
+
+        `after`: the device work that still uses its blocks; the service gets them back behind that. Default, on a CUDA
+        device: everything sent so far to its default stream.
+        """
         if not self._core.in_own_process():
             return
         with self._lock:
             for blocks in (self._ready, self._reserved, self._committing, self._anonymous):
                 blocks.clear()
-        self._core.give_back(self._holdings.close())
+        if self._holdings.closed:
+            return
+        if after is None:
+            after = default_stream_done(self.namespace.compute_device)
+        self._core.give_back(self._holdings.close(after), after)
 
     def report(self) -> RequestTraffic:
         """A copy of the counters so far."""
@@ -183,6 +227,8 @@ class Request:
             )
         finally:
             self.topped_up()
+        if not self._wants_ahead:
+            self._let_go(None)
 
     def topped_up(self) -> None:
         """The top-up that was asked for is over."""
@@ -209,18 +255,21 @@ class Request:
             cause = routed
         elif routed[0].breaker.open:
             cause = "service-silent"
-        elif not routed[0].transport.in_place:
+        elif not self._writes_in_place(routed[0]):
             cause = ""
         else:
             cause = self._short.cause or "late"
         self._core.fell_back(cause, self._short.short)
-        block = self._core.local.take(self.namespace.layout)
+        block = self._core.local.take(self.namespace.layout, self.namespace.compute_device)
         if not self._holdings.add_local([block]):
             raise ClosedError("the request was closed while it took a block")
         if cause:
             self._meter.add(local_blocks=1)
             self._meter.note(cause)
         return block
+
+    def _writes_in_place(self, link: Link) -> bool:
+        return link.writes_in_place(self.namespace)
 
     def _check_open(self) -> None:
         self._core.check_usable()

@@ -16,7 +16,7 @@ from kvstore_client.holdings import Debt, Holdings
 from kvstore_client.meter import Meter
 from kvstore_client.namespace import Namespace
 from kvstore_client.transports.base import SlotRef
-from kvstore_client.transports.fd import open_slab, private_block
+from kvstore_client.transports.in_place import open_slab, private_block
 
 if TYPE_CHECKING:
     from kvstore_client.link import Link
@@ -60,7 +60,7 @@ def reserve_slots(
         meter.note(routed)
         return granted
     link, registration = routed
-    if not link.transport.in_place:
+    if not link.writes_in_place(namespace):
         anonymous = 0
     if not digests and not anonymous:
         return granted
@@ -91,12 +91,12 @@ def reserve_slots(
 
 
 def _place(link: Link, namespace: Namespace, digests: Sequence[bytes], refs: list[SlotRef], granted: Granted) -> None:
-    if not link.transport.in_place:
+    if not link.writes_in_place(namespace):
         granted.targets = {d: (link.epoch, ref) for d, ref in zip(digests, refs, strict=False)}
         return
     blocks: list[Block] = []
     for ref in refs:
-        slab = open_slab(link, namespace.layout, ref.slab_id, writable=True)
+        slab = open_slab(link, namespace, ref.slab_id, writable=True)
         blocks.append(private_block(slab, ref, link.epoch))
     granted.blocks = dict(zip(digests, blocks, strict=False))
     granted.anonymous = blocks[len(digests) :]
@@ -108,6 +108,10 @@ class TopUpJob:
     def __init__(self, request: Request, count: int) -> None:
         self._request = weakref.ref(request)
         self._count = count
+
+    def ready(self) -> bool:
+        """At any time."""
+        return True
 
     def run(self) -> None:
         """Asks for the slots."""

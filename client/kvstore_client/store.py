@@ -14,12 +14,16 @@ from kvstore_proto.v1 import blocks_pb2 as pb
 
 from kvstore_client.address import EMBEDDED, parse_address
 from kvstore_client.attaching import Introduction
+from kvstore_client.choosing import TRANSPORTS
 from kvstore_client.config import ClientConfig
 from kvstore_client.connection import FATAL
 from kvstore_client.core import Core
-from kvstore_client.embedded import EmbeddedService
+from kvstore_client.cuda import uuid_text
+from kvstore_client.device_work import device_name
+from kvstore_client.embedded import Embedded, start_embedded
 from kvstore_client.errors import ServiceUnavailableError, SettingError, UsageError
 from kvstore_client.namespace import ModelIdentity, Namespace
+from kvstore_client.reach import check_reach
 from kvstore_client.request import Request
 
 if TYPE_CHECKING:
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
     from kvstore_client.hook import Attachment
 
 INSTANCE_BYTES = 16
-TRANSPORTS = ("fd", "bytes")
 # Commits of a script that ends without close() get this long.
 _EXIT_TIMEOUT_S = 2.0
 
@@ -40,18 +43,23 @@ def connect(
     required: bool = False,
     require_transport: str | None = None,
     local_budget: int | None = None,
+    device: str = "cpu",
+    budget: int | None = None,
     config: ClientConfig | None = None,
 ) -> Store:
     """Connects this process to a cache service.
 
-    `address`: "embedded" (a child process, ended with this one), "unix:/path" or "/path" of the service's socket, or
-    "host:port". `name` is this worker's name in reports. `local_budget`: bytes of worker-local slots (default: half of
-    the memory available when the first model is attached). `config` defaults to ClientConfig(); KVSTORE_CLIENT_*
-    variables fill in what it leaves at its defaults.
+    `address`: "embedded", "unix:/path" or "/path" of the service's socket, or "host:port". The embedded service holds
+    its blocks on `device`: "cpu" (a child process, ended with this one) or "cuda:N" (in this process, which so needs no
+    second CUDA context), and takes `budget` bytes of it (default: the service's). `name` is this worker's name in
+    reports. `local_budget`: bytes of worker-local slots on each device that computes (default: half of what is free
+    when the first model is attached). `config` defaults to ClientConfig(); KVSTORE_CLIENT_* variables fill in what it
+    leaves at its defaults.
 
     If nobody answers, the store works without a service, says so once and attaches when one appears; with `required`
     that is ServiceUnavailableError, now and later. Always raised: AddressError, SettingError, AccessDeniedError,
-    ProtocolMismatchError, and TransportUnavailableError if `require_transport` ("fd" or "bytes") doesn't work here.
+    ProtocolMismatchError, and TransportUnavailableError if `require_transport` ("fd", "cuda-ipc" or "bytes")
+    doesn't work here.
     """
     parsed = parse_address(address)
     if require_transport is not None and require_transport not in TRANSPORTS:
@@ -61,13 +69,18 @@ def connect(
         settings = settings.with_local_budget(local_budget)
     service = None
     if address == EMBEDDED:
-        service = EmbeddedService.start()
+        service = start_embedded(device, budget)
         parsed = parse_address(service.address)
+    elif device != "cpu" or budget is not None:
+        raise SettingError(
+            f"device={device!r}, budget={budget!r} with address {address!r}: they configure the embedded service only; "
+            "give them to `kvstore serve`, or leave them out"
+        )
     who = Introduction(
         address=parsed,
         instance_id=secrets.token_bytes(INSTANCE_BYTES),
         name=name or "",
-        client_version=_version(),
+        client_version=client_version(),
         require_transport=require_transport,
         config=settings,
     )
@@ -88,7 +101,7 @@ class Store:
     the embedded service.
     """
 
-    def __init__(self, core: Core, service: EmbeddedService | None = None) -> None:
+    def __init__(self, core: Core, service: Embedded | None = None) -> None:
         self._core = core
         self._service = service
         self._attachments: list[Attachment] = []
@@ -105,7 +118,6 @@ class Store:
         from kvstore_client import hook
 
         self._core.check_usable()
-        self._core.local.settle_budget()
         attachment = hook.attach(self, model, tokenizer, **options)
         self._attachments = [a for a in self._attachments if a is not attachment]
         self._attachments.append(attachment)
@@ -140,15 +152,22 @@ class Store:
 
     # ---- for the hook
 
-    def namespace_for(self, identity: ModelIdentity, plan_factory: Callable[[], CodecPlan]) -> Namespace:
+    def namespace_for(
+        self, identity: ModelIdentity, plan_factory: Callable[[], CodecPlan], *, device: Any = "cpu"
+    ) -> Namespace:
         """Registers a model. The plan is the service's, else the cache folder's, else plan_factory()'s.
 
+        `device`: where the model computes, a torch.device or its name: blocks are written there, and read there.
         plan_factory() is called at most once, in this thread. An absent service is no error: blocks stay local until
         one appears. With `required`: ServiceUnavailableError or ConflictError.
         """
         self._core.check_usable()
-        self._core.local.settle_budget()
-        namespace = self._core.registry.namespace_for(identity, plan_factory, lambda: self._core.connection.link)
+        compute_device = device_name(device)
+        self._core.local.settle_budget(compute_device)
+        namespace = self._core.registry.namespace_for(
+            identity, plan_factory, lambda: self._core.connection.link, compute_device
+        )
+        check_reach(self._core, namespace)
         # If the service did not answer in time, the background registers it.
         self._core.worker.poke(lambda: None)
         return namespace
@@ -194,7 +213,9 @@ class Store:
         return str(self._core.who.address)
 
     def stats(self) -> dict[str, Any]:
-        """Where this store stands: transport and why, boot id, breaker, local bytes, open requests, notices by kind."""
+        """Where this store stands: transport and why, the service's memory and device, boot id, breaker, local bytes,
+        open requests, notices by kind.
+        """
         core = self._core
         link = core.connection.link
         ages = core.open_requests()
@@ -203,6 +224,10 @@ class Store:
             "attached": link is not None,
             "transport": "" if link is None else link.transport.name,
             "transport_reason": "" if link is None else link.transport_reason,
+            "memory": "" if link is None else link.memory.kind,
+            "device": "" if link is None else link.memory.name,
+            "device_here": "" if link is None else link.memory.device,
+            "device_uuid": "" if link is None or not link.memory.device_uuid else uuid_text(link.memory.device_uuid),
             "process_watched": link is not None and link.process_watched,
             "tenant": "" if link is None else link.tenant,
             "boot_id": "" if link is None else link.boot_id.hex(),
@@ -233,8 +258,8 @@ class Store:
     def wait_first_attempt(self) -> None:
         """Waits for the outcome of the first attempt to attach, and judges it as connect() says."""
         connection, config = self._core.connection, self._core.config
-        # Hello, probe and welcome have a deadline each.
-        known = connection.first_attempt.wait(4 * config.connect_timeout_s)
+        # Hello, probe, welcome and handle have a deadline each, and there may be two sessions (see attach()).
+        known = connection.first_attempt.wait(8 * config.connect_timeout_s)
         error = connection.error
         if known and error is None:
             return
@@ -292,7 +317,8 @@ def _close_at_exit(reference: weakref.ref[Store]) -> None:
         store._end(_EXIT_TIMEOUT_S, linger=False)  # noqa: SLF001 - a part of the class
 
 
-def _version() -> str:
+def client_version() -> str:
+    """The version of the installed distribution."""
     try:
         return metadata.version("gpu-kvstore")
     except metadata.PackageNotFoundError:

@@ -19,6 +19,7 @@ from kvstore_proto.v1 import blocks_pb2, blocks_pb2_grpc, session_pb2, session_p
 from kvstore_client.blocks import NO_PARENT, Block
 from kvstore_client.config import ClientConfig
 from kvstore_client.core import split_digests
+from kvstore_client.device_work import default_stream_done
 from kvstore_client.namespace import ModelIdentity, Shard
 from kvstore_client.request import Request
 
@@ -71,13 +72,19 @@ def payload(seed: object, layout: BlockLayout = LAYOUT) -> bytes:
 
 
 def fill(block: Block, data: bytes) -> None:
-    """Writes a block's bytes."""
-    block.slab.slot_buffer(block.slot)[: len(data)] = data
+    """Writes a block's bytes, on the current stream if it lies on a device."""
+    if block.slab.device.type == "cpu":
+        block.slab.slot_buffer(block.slot)[: len(data)] = data
+        return
+    import torch
+
+    block.slab.slot_tensor(block.slot)[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def content(block: Block, layout: BlockLayout = LAYOUT) -> bytes:
     """Reads a block's bytes."""
-    return bytes(block.slab.slot_buffer(block.slot)[: layout.block_bytes])
+    data: bytes = block.slab.slot_tensor(block.slot)[: layout.block_bytes].cpu().numpy().tobytes()
+    return data
 
 
 def write_chain(request: Request, digests: list[bytes], first: int = 0, layout: BlockLayout = LAYOUT) -> list[Block]:
@@ -89,7 +96,7 @@ def write_chain(request: Request, digests: list[bytes], first: int = 0, layout: 
         fill(block, payload(digests[index], layout))
         blocks.append(block)
         entries.append((block, digests[index], digests[index - 1] if index else NO_PARENT))
-    request.commit(entries)
+    request.commit(entries, after=default_stream_done(request.namespace.compute_device))
     return blocks
 
 
@@ -131,6 +138,7 @@ class FakeService(session_pb2_grpc.SessionServiceServicer, blocks_pb2_grpc.Block
         self.next_slot = 1
         self.next_lease = 1
         self.streams: list[grpc.ServicerContext] = []
+        self.openings: list[session_pb2.OpenSession] = []
         self.server: grpc.Server | None = None
 
     def start(self) -> FakeService:
@@ -172,16 +180,18 @@ class FakeService(session_pb2_grpc.SessionServiceServicer, blocks_pb2_grpc.Block
     def Session(  # noqa: N802 - the name of the RPC
         self, requests: Iterator[session_pb2.SessionRequest], context: grpc.ServicerContext
     ) -> Iterator[session_pb2.SessionResponse]:
-        next(requests)
+        self.openings.append(next(requests).open)
         self._enter("Session", context)
         self.streams.append(context)
-        yield session_pb2.SessionResponse(
-            welcome=session_pb2.Welcome(
-                session_id=b"S" * 16, boot_id=self.boot_id, protocol_version=self.protocol_version, tenant="t"
-            )
-        )
+        yield session_pb2.SessionResponse(welcome=self.welcome())
         for _ in requests:
             pass
+
+    def welcome(self) -> session_pb2.Welcome:
+        """What a session begins with."""
+        return session_pb2.Welcome(
+            session_id=b"S" * 16, boot_id=self.boot_id, protocol_version=self.protocol_version, tenant="t"
+        )
 
     def GetCodecPlan(  # noqa: N802 - the name of the RPC
         self, request: session_pb2.GetCodecPlanRequest, context: grpc.ServicerContext

@@ -24,13 +24,22 @@ BlockViews = dict[str, torch.Tensor]
 
 
 class Slab:
-    """A run of equal slots over memory that somebody else maps. Keeps that memory alive.
+    """A run of equal slots over memory that somebody else maps, on a host or a CUDA device. Keeps that memory alive.
 
     Invariants: `data` is one-dimensional uint8, starts at a multiple of 128 bytes and covers slots * slot_bytes;
-    views are made once per layout and share its memory; nothing is written here.
+    views are made once per layout and share its memory; nothing is written here. `pinned` says that a CUDA device
+    may read host memory asynchronously: whoever registers or releases the mapping sets it.
     """
 
-    def __init__(self, data: torch.Tensor, slot_bytes: int, *, slots: int | None = None, writable: bool = True) -> None:
+    def __init__(
+        self,
+        data: torch.Tensor,
+        slot_bytes: int,
+        *,
+        slots: int | None = None,
+        writable: bool = True,
+        pinned: bool = False,
+    ) -> None:
         """`data` uint8 [n]; the bytes behind the last whole slot stay unused. Raises LayoutError on a bad size."""
         if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
             raise LayoutError(f"slab memory is {data.dtype} {tuple(data.shape)}: expected contiguous uint8 [bytes]")
@@ -44,10 +53,10 @@ class Slab:
         if data.data_ptr() % ALIGNMENT:
             raise LayoutError(f"slab memory at {data.data_ptr():#x}: expected an address divisible by {ALIGNMENT}")
         if data.is_inference():
-            # The same memory as an ordinary tensor: it outlives the mode it was made in.
-            with torch.inference_mode(False):
-                data = torch.from_numpy(data.numpy())
+            data = _ordinary(data)
         self.data = data
+        self.device = data.device
+        self.pinned = pinned
         self.slot_bytes = slot_bytes
         self.slots = fitting if slots is None else slots
         self.writable = writable
@@ -68,12 +77,12 @@ class Slab:
         return cls(data, slot_bytes, slots=slots, writable=writable)
 
     @classmethod
-    def allocate(cls, slot_bytes: int, slots: int) -> Slab:
-        """A slab in this process's own memory, aligned and not cleared."""
+    def allocate(cls, slot_bytes: int, slots: int, *, device: torch.device | str = "cpu", pinned: bool = False) -> Slab:
+        """A slab in this process's own memory (with `pinned`, host memory that CUDA reads), aligned and not cleared."""
         with torch.inference_mode(False):
-            raw = torch.empty(slots * slot_bytes + ALIGNMENT, dtype=torch.uint8)
+            raw = torch.empty(slots * slot_bytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
             skip = -raw.data_ptr() % ALIGNMENT
-            return cls(raw[skip : skip + slots * slot_bytes], slot_bytes)
+            return cls(raw[skip : skip + slots * slot_bytes], slot_bytes, pinned=pinned)
 
     def address(self, slot: int) -> int:
         """Address of the slot's first byte. Raises LayoutError outside [0, slots)."""
@@ -90,8 +99,18 @@ class Slab:
         if not self.writable:
             raise TableError("the block lies in read-only memory: copy its used part into a private block first")
 
+    def slot_tensor(self, slot: int) -> torch.Tensor:
+        """The slot's bytes as uint8 [slot_bytes] on the slab's device, for copies; shares its memory."""
+        self.check_slot(slot)
+        return self.data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+
     def slot_buffer(self, slot: int) -> memoryview:
-        """The slot's bytes, for checksums and transfers. Valid while the slab lives."""
+        """The slot's bytes, for checksums and transfers. Valid while the slab lives. LayoutError on device memory."""
+        if self.device.type != "cpu":
+            raise LayoutError(
+                f"slot {slot} lies on {self.device}, where the host can't read it: use slot_tensor(slot), or "
+                "kvstore_kernels.device_checksum.block_checksums for its checksum"
+            )
         view = memoryview((ctypes.c_char * self.slot_bytes).from_address(self.address(slot))).cast("B")
         return view if self.writable else view.toreadonly()
 
@@ -132,6 +151,22 @@ class Slab:
             (self.slot_bytes // item, layout.layer_bytes // item, layout.head_bytes // item, *inner),
             typed.storage_offset() + part.offset // item,
         )
+
+
+def _ordinary(data: torch.Tensor) -> torch.Tensor:
+    """The same memory as an ordinary tensor: it outlives the inference mode it was made in."""
+    with torch.inference_mode(False):
+        if data.device.type == "cpu":
+            return torch.from_numpy(data.numpy())
+        return torch.as_tensor(_OnDevice(data), device=data.device)
+
+
+class _OnDevice:
+    """Shows a CUDA tensor to torch as memory of somebody else, which it keeps alive."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self.__cuda_array_interface__ = data.__cuda_array_interface__
 
 
 class _Readable:

@@ -16,6 +16,7 @@ from kvstore_kernels.slab import Slab
 ROW_PLAN = -1
 APPEND_VIEWS = -2
 COMPILED_STEP = -3
+DEVICE_STEP = -4
 ALL_ROWS = -1
 
 
@@ -63,6 +64,8 @@ class BlockTable:
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         # A row's version grows whenever its blocks (not its token count) change.
         self._versions = [0] * rows
+        # How often a row's blocks changed otherwise than by one more at its end.
+        self._rebuilds = [0] * rows
         # (row or ALL_ROWS, layer or one of the keys above) -> what it was made for, and what was made.
         self.view_cache: dict[tuple[int, int], tuple[Hashable, Any]] = {}
 
@@ -164,9 +167,26 @@ class BlockTable:
         return self._versions
 
     @property
+    def rebuilds(self) -> list[int]:
+        """How often each row's blocks changed otherwise than by appending; don't change the list."""
+        return self._rebuilds
+
+    @property
     def token_counts(self) -> list[int]:
         """`tokens` of every row; don't change the list."""
         return self._tokens
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the table's blocks; where some were put elsewhere, the CUDA device that computes on them."""
+        found = torch.device("cpu")
+        for runs in self._runs:
+            # What is written lies on the compute device, and what is written last comes last.
+            for run in reversed(runs):
+                if run.slab.device.type != "cpu":
+                    found = run.slab.device
+                    break
+        return found
 
     def runs(self, row: int) -> list[Run]:
         """Maximal runs of consecutive slots in one slab, in token order; don't change the list."""
@@ -202,3 +222,4 @@ class BlockTable:
             self.append_block(row, entry.slab, entry.slot)
         self._tokens[row] = min(tokens, self.capacity(row))
         self._versions[row] += 1
+        self._rebuilds[row] += 1

@@ -109,7 +109,7 @@ class NativeArm:
 
     def batch(self, rows: Sequence[Sequence[int]], new_tokens: int, pad: int, *, split: int = 0) -> BatchAnswer:
         """The same for a left-padded batch; `split` counts columns."""
-        ids, mask = pad_left(rows, pad)
+        ids, mask = (part.to(self._model.device) for part in pad_left(rows, pad))
         cache = DynamicCache(config=self._model.config)
         if split:
             _prefill(self._model, ids[:, :split], mask[:, :split], cache)
@@ -118,7 +118,7 @@ class NativeArm:
     def _prefilled(self, prefix: tuple[int, ...]) -> Any:
         if self._prefix is None or self._prefix[0] != prefix:
             cache = DynamicCache(config=self._model.config)
-            ids = torch.tensor([prefix])
+            ids = torch.tensor([prefix], device=self._model.device)
             _prefill(self._model, ids, torch.ones_like(ids), cache)
             self._prefix = (prefix, cache)
         return self._prefix[1]
@@ -155,7 +155,7 @@ class SharedArm:
 
     def batch(self, rows: Sequence[Sequence[int]], new_tokens: int, pad: int) -> BatchAnswer:
         """A left-padded batch with plain generate()."""
-        ids, mask = pad_left(rows, pad)
+        ids, mask = (part.to(self._model.device) for part in pad_left(rows, pad))
         answer = _generate_batch(self._model, ids, mask, new_tokens)
         answer.reused = [row.reused_tokens for row in self._store.last_report.rows]
         return answer
@@ -181,7 +181,7 @@ def _generate(
     announce: _Announce | None,
     **options: Any,
 ) -> tuple[Answer, float]:
-    ids = torch.tensor(rows)
+    ids = torch.tensor(rows, device=model.device)
     clock, top_two = _Clock(announce), _TopTwo()
     start = time.perf_counter()
     with torch.inference_mode():

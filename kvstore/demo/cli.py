@@ -6,7 +6,8 @@ stored data was wrong, or something failed; 2 an option is wrong; 130 interrupte
 
 from __future__ import annotations
 
-import subprocess
+import dataclasses
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from kvstore.demo import models, report
 from kvstore.demo.claims import claims_from, not_measured
+from kvstore.demo.convert import converted_model
 from kvstore.demo.errors import DemoError, OptionError
 from kvstore.demo.play import Outcome, play
 from kvstore.demo.plot import draw
@@ -25,15 +27,15 @@ from kvstore.demo.results import check_target, describe_device, make_results, wr
 from kvstore.demo.stage import Settings
 
 CODECS = ("int8", "passthrough")
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,2})?")
 _MOST_DOCUMENT_TOKENS = 7000
-_CONVERT_S = 600
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command(name="demo", epilog="Example: kvstore demo --full --json demo.json --plot demo.png")
 def demo(
-    device: Annotated[str, typer.Option(help="Device that computes and holds the cache.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device that computes and holds the cache: cpu, cuda or cuda:N.")] = "cpu",
     document_tokens: Annotated[int, typer.Option(help="Length of the document both workers read.")] = 3000,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each question.")] = 16,
     codec: Annotated[
@@ -77,8 +79,8 @@ def demo(
     _show(outcome, settings, console)
     console.print(f"{time.monotonic() - started:.0f} s without installing and converting")
     if json_file is not None:
-        command = "kvstore demo" + (" --full" if full else "")
-        write_json(make_results(outcome.rows, device=device, command=command), json_file)
+        command = "kvstore demo" + (" --full" if full else "") + ("" if device == "cpu" else f" --device {device}")
+        write_json(make_results(outcome.rows, device=settings.device, command=command), json_file)
         console.print(f"rows and claims: {json_file}")
     if draw(outcome.rows, plot, f"{model}, document of {document_tokens} tokens, {device}"):
         console.print(f"picture: {plot}")
@@ -91,8 +93,8 @@ def check_options(
     *, device: str, document_tokens: int, new_tokens: int, codec: str, model: str, full: bool, keep_going: bool
 ) -> Settings:
     """Settings from options. OptionError names the option, the value and what is possible."""
-    if device != "cpu":
-        raise OptionError(f"--device {device}: this version computes on the CPU only; leave --device out")
+    if not _DEVICE.fullmatch(device):
+        raise OptionError(f"--device {device}: expected cpu, cuda or cuda:N")
     if not 1 <= document_tokens <= _MOST_DOCUMENT_TOKENS:
         raise OptionError(f"--document-tokens {document_tokens}: expected 1 to {_MOST_DOCUMENT_TOKENS}")
     if not 2 <= new_tokens <= 512:
@@ -107,7 +109,7 @@ def check_options(
         document_tokens=document_tokens,
         new_tokens=new_tokens,
         codec=codec,
-        device=device,
+        device="cuda:0" if device == "cuda" else device,
         full=full,
         keep_going=keep_going,
     )
@@ -130,17 +132,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _with_folder(settings: Settings, console: Console) -> Settings:
-    """Converts the model once, in a process of its own: torch and the weights leave with it."""
-    source = models.find_gguf()
-    target = models.converted_folder(source, models.cache_folder())
-    if not models.is_complete(target):
-        with console.status(f"converting the model to {target} (once, about half a minute)"):
-            command = [sys.executable, "-m", "kvstore.demo.models", str(source), str(target)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_S, check=False)
-        if done.returncode or not models.is_complete(target):
-            lines = done.stderr.strip().splitlines()
-            raise DemoError(f"the model could not be converted to {target}: {lines[-1] if lines else done.returncode}")
-    return Settings(**{**{name: getattr(settings, name) for name in settings.__slots__}, "folder": target})
+    """Settings with the converted model's folder."""
+    return dataclasses.replace(settings, folder=converted_model(lambda text: console.print(text, markup=False)))
 
 
 def _show(outcome: Outcome, settings: Settings, console: Console) -> None:

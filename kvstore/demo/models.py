@@ -113,8 +113,13 @@ def convert(source: Path, target: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def load(name: str, folder: Path | None) -> tuple[Any, Any]:
-    """Model (fp32, eval) and tokenizer by name. `folder`: the converted SmolLM2, where one is needed."""
+def load(name: str, folder: Path | None, device: str = "cpu") -> tuple[Any, Any]:
+    """Model (fp32, eval, on `device`) and tokenizer by name. `folder`: the converted SmolLM2, where one is needed."""
+    model, tokenizer = _load(name, folder)
+    return model.to(device), tokenizer
+
+
+def _load(name: str, folder: Path | None) -> tuple[Any, Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     if name == "smollm2":
         import torch

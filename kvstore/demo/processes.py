@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,14 @@ class Child:
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[str], folder: Path, *, pass_fds: Sequence[int] = (), piped: bool = False
+        self,
+        name: str,
+        arguments: Sequence[str],
+        folder: Path,
+        *,
+        pass_fds: Sequence[int] = (),
+        piped: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
@@ -38,6 +45,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 pass_fds=pass_fds,
+                env=None if env is None else dict(env),
                 start_new_session=True,
             )
 
@@ -86,12 +94,20 @@ class Child:
 
 
 class Worker(Child):
-    """A model worker: takes one JSON command a line on stdin, answers one JSON line on a pipe of its own.
+    """A model worker: takes one JSON command a line on stdin, answers one JSON line on a pipe of its own. `module` is
+    its program.
 
     At most one command is in the air. `pending` says which, so that two workers can compute at the same moment.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        module: str = "kvstore.demo.worker",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self._buffer = bytearray()
         self.pending: str | None = None
         self._answers, write_end = os.pipe()
@@ -99,10 +115,11 @@ class Worker(Child):
         try:
             super().__init__(
                 name,
-                ["-m", "kvstore.demo.worker", str(write_end)],
+                ["-m", module, str(write_end)],
                 folder,
                 pass_fds=(write_end,),
                 piped=True,
+                env=env,
             )
         finally:
             os.close(write_end)
@@ -178,11 +195,20 @@ class Service(Child):
     `address` is what workers connect to.
     """
 
-    def __init__(self, folder: Path, *, budget: int, namespace_budget: int = 0, name: str = "service") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        budget: int,
+        namespace_budget: int = 0,
+        name: str = "service",
+        device: str = "cpu",
+        options: Sequence[str] = (),
+    ) -> None:
         self.address = folder / f"{name}.sock"
         self.namespace_budget = namespace_budget
         arguments = ["-m", "kvstore", "serve", "--address", str(self.address), "--budget", str(budget)]
-        arguments.append("--exit-with-parent")
+        arguments += ["--device", device, "--exit-with-parent", *options]
         if namespace_budget:
             arguments += ["--namespace-budget", str(namespace_budget)]
         super().__init__(name, arguments, folder)

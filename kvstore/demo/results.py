@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.demo.claims import Row, claims_from
+from kvstore.demo.driver import gpu_name
 from kvstore.demo.errors import OptionError
 
 _PACKAGES = ("gpu-kvstore", "torch", "transformers", "grpcio", "protobuf", "numpy")
@@ -23,8 +24,8 @@ def make_results(rows: Sequence[Row], *, device: str, command: str, created: dat
     return {
         "name": "demo",
         "device": describe_device(device),
-        "versions": _versions(),
-        "commit": _commit(),
+        "versions": package_versions(),
+        "commit": checkout_commit(),
         "created": (created or datetime.now(UTC)).isoformat(timespec="seconds"),
         "command": command,
         "rows": list(rows),
@@ -56,7 +57,8 @@ def check_target(target: Path, option: str, suffixes: Sequence[str]) -> None:
 
 def describe_device(device: str) -> str:
     """The device in words: what a figure depends on, without names of this machine."""
-    return f"{device}, {os.cpu_count()} cores, {_cpu_model()}"
+    cores = f"{os.cpu_count()} cores, {_cpu_model()}"
+    return f"cpu, {cores}" if device == "cpu" else f"{device}, {gpu_name(device)}; host: {cores}"
 
 
 def _cpu_model() -> str:
@@ -69,9 +71,10 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _versions() -> dict[str, str]:
+def package_versions(more: Sequence[str] = ()) -> dict[str, str]:
+    """Versions of Python and of the packages that figures depend on; `more` names further ones."""
     found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *more):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -79,7 +82,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def checkout_commit() -> str:
     """The checkout's commit, with "+changes" when files differ from it; "unknown" outside a checkout."""
     folder = Path(__file__).resolve().parents[2]
     if not (folder / ".git").exists():

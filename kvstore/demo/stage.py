@@ -72,7 +72,9 @@ class Stage:
 
     def start_service(self, name: str = "service", *, budget: int, namespace_budget: int = 0) -> tuple[Service, Admin]:
         """Starts a service and waits until it answers."""
-        service = Service(self.folder, budget=budget, namespace_budget=namespace_budget, name=name)
+        service = Service(
+            self.folder, budget=budget, namespace_budget=namespace_budget, name=name, device=self.settings.device
+        )
         self._children.append(service)
         service.wait_ready()
         admin = Admin(service.address)
@@ -94,6 +96,7 @@ class Stage:
             folder=str(self.settings.folder) if self.settings.folder else None,
             address=str(where),
             arms=list(arms),
+            device=self.settings.device,
         )
         return worker
 

@@ -47,14 +47,16 @@ class WorkerProgram:
         self._warnings = _Warnings()
         logging.getLogger("kvstore_client").addHandler(self._warnings)
 
-    def load(self, name: str, model: str, folder: str | None, address: str | None, arms: list[str]) -> dict[str, Any]:
-        """Imports, loads the model, connects, attaches one copy of the model (weights shared) for each arm."""
+    def load(
+        self, name: str, model: str, folder: str | None, address: str | None, arms: list[str], device: str
+    ) -> dict[str, Any]:
+        """Imports, loads the model on `device`, connects, attaches one copy of it (weights shared) for each arm."""
         start = time.perf_counter()
         from kvstore.demo import models
         from kvstore.demo.arms import NativeArm, SharedArm
 
         imported = time.perf_counter()
-        base, self._tokenizer = models.load(model, Path(folder) if folder else None)
+        base, self._tokenizer = models.load(model, Path(folder) if folder else None, device)
         base.config.name_or_path = model
         loaded = time.perf_counter()
         if address is not None:

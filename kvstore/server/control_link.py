@@ -14,6 +14,7 @@ from kvstore.control import (
     Message,
     close_all,
 )
+from kvstore.device.base import SlabMemory
 
 KEEP_DEADLINE_S = 10.0
 _logger = logging.getLogger(__name__)
@@ -70,13 +71,29 @@ class ControlLink:
             async with asyncio.timeout(KEEP_DEADLINE_S):
                 await self._drained.wait()
 
-    async def keep(self, kind: int, segment_id: int, namespace_id: int, dims: tuple[int, int, int], fd: int) -> None:
-        """Hands a segment to the supervisor; `dims` = bytes, slot bytes, slots. TimeoutError, OSError."""
+    async def keep(
+        self,
+        kind: int,
+        segment_id: int,
+        namespace_id: int,
+        memory: SlabMemory,
+        *,
+        slot_bytes: int = 0,
+        slots: int = 0,
+        nonce: bytes = b"",
+    ) -> None:
+        """Hands a segment to the supervisor, if it has a descriptor. TimeoutError, OSError."""
+        if memory.fd is None:
+            return
         ticket = self._next_ticket
         self._next_ticket += 1
         kept = self._tickets[ticket] = self._loop.create_future()
         try:
-            self._channel.send(KeepSegment(ticket, kind, segment_id, namespace_id, *dims), [fd])
+            message = KeepSegment(
+                ticket, kind, segment_id, namespace_id, memory.nbytes, slot_bytes, slots,
+                memory.kind, memory.device_uuid.hex(), memory.allocation_id.hex(), nonce.hex(),
+            )  # fmt: skip
+            self._channel.send(message, [memory.fd])
             self._flush_later()
             async with asyncio.timeout(KEEP_DEADLINE_S):
                 await kept

@@ -116,7 +116,9 @@ def _tolerant_server(server: grpc.aio.Server) -> grpc.aio.Server:
 
 
 def _bind_unix(server: grpc.aio.Server, path: Path, mode: int) -> None:
-    before = os.umask(0o777 & ~mode)
+    # In a folder of one's own nobody sees the moment before the chmod; the mask is the whole process's.
+    private = not path.parent.stat().st_mode & 0o077
+    before = None if private else os.umask(0o777 & ~mode)
     try:
         server.add_insecure_port(f"unix:{path}")
     except RuntimeError as error:
@@ -125,5 +127,6 @@ def _bind_unix(server: grpc.aio.Server, path: Path, mode: int) -> None:
             "another one with --address"
         ) from None
     finally:
-        os.umask(before)
+        if before is not None:
+            os.umask(before)
     path.chmod(mode)

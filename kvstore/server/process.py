@@ -7,10 +7,14 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 
 from kvstore.config import ServiceConfig, StartError
 from kvstore.control import Configure, ControlChannel, EndClient, Ready, StartFailed
+from kvstore.device.base import MEMFD, Device
 from kvstore.device.cpu import CpuDevice
+from kvstore.device.opening import open_device
+from kvstore.errors import LimitReachedError, ServiceUnavailableError
 from kvstore.log import configure_logging
 from kvstore.server.control_link import ControlLink
 from kvstore.server.health import Health
@@ -19,7 +23,7 @@ from kvstore.server.workers import Workers
 from kvstore.service.admin_service import AdminService
 from kvstore.service.block_service import BlockService
 from kvstore.service.clients import Client, Clients
-from kvstore.service.core import Core
+from kvstore.service.core import PROBE_BYTES, Core
 from kvstore.service.session_service import SessionService
 from kvstore.service.sessions import SessionTable
 from kvstore.store.store import Store
@@ -34,12 +38,30 @@ _logger = logging.getLogger("kvstore.server")
 async def run(control: socket.socket) -> int:
     """Serves until SIGTERM or until the supervisor is gone; returns the exit code."""
     channel = ControlChannel(control)
-    config = _receive_config(channel)
+    config = receive_config(channel)
     configure_logging("server", as_json=config.json_logs, level=config.log_level)
-    server = Server(config, channel)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    return await serve(config, channel, stop)
+
+
+async def serve(
+    config: ServiceConfig,
+    channel: ControlChannel,
+    stop: asyncio.Event,
+    choose_device: Callable[[ServiceConfig], Device] = open_device,
+) -> int:
+    """Serves until `stop` is set or the supervisor is gone; returns the exit code. The supervisor hears of failures."""
+    try:
+        device = choose_device(config)
+    except StartError as error:
+        channel.send(StartFailed(str(error)))
+        channel.close()
+        return 1
+    server = Server(config, channel, device, stop)
     try:
         await server.start()
-    except StartError as error:
+    except (StartError, LimitReachedError, ServiceUnavailableError) as error:
         channel.send(StartFailed(str(error)))
         await server.close(0)
         return 1
@@ -47,7 +69,8 @@ async def run(control: socket.socket) -> int:
     return 1 if failed else 0
 
 
-def _receive_config(channel: ControlChannel) -> ServiceConfig:
+def receive_config(channel: ControlChannel) -> ServiceConfig:
+    """The supervisor's first message. SystemExit when there is none in time."""
     readable, _, _ = select.select([channel], [], [], CONFIGURE_DEADLINE_S)
     received = channel.receive() if readable else None
     if received is None or not isinstance(received[0], Configure):
@@ -61,21 +84,22 @@ class Server:
     Order of the stop: health says NOT_SERVING, sessions hear goodbye, calls finish, then descriptors are closed.
     """
 
-    def __init__(self, config: ServiceConfig, channel: ControlChannel) -> None:
+    def __init__(self, config: ServiceConfig, channel: ControlChannel, device: Device, stop: asyncio.Event) -> None:
         self._config = config
         self._channel = channel
-        self._stop = asyncio.Event()
+        self._stop = stop
         self._failure = ""
-        device = CpuDevice()
         self._workers = Workers(threads=WORK_THREADS, limit_s=WORK_LIMIT_S)
         store = Store(
             StoreConfig(
                 budget_bytes=config.budget_bytes,
                 device=device.name,
+                fixed_bytes=0 if device.kind == MEMFD else PROBE_BYTES,
                 max_sessions=config.max_sessions,
                 quotas=(QuotaRule(quota=Quota(maximum=config.namespace_max_bytes)),),
             ),
-            create_ledger=device.create_slab,
+            # The ledger is host memory, also of blocks on a GPU: the server reads it all the time.
+            create_ledger=CpuDevice().create_slab,
             clock=time.monotonic,
         )
         self._core = Core(
@@ -103,8 +127,8 @@ class Server:
         )
 
     async def start(self) -> None:
-        """Serves all sockets and says so."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        """Serves all sockets and says so. StartError, or an error of the device, when it can't."""
+        await self._core.offer_probe()
         await self._listeners.start()
         self._core.spawn(self._health.run())
         self._core.link.send(Ready(self._listeners.listen))

@@ -43,6 +43,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     slots_condemned=device.slots_condemned,
                     slabs_live=device.slabs_live,
                     slabs_draining=device.slabs_draining,
+                    memory=self._core.device.kind,
+                    device_uuid=self._core.device.uuid,
+                    blocks_pinned=device.blocks_pinned,
                 )
                 for device in stats.devices
             ],
@@ -132,7 +135,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         store = self._core.store
         verified = damaged = 0
         if request.payloads:
-            for sound in store.verify_payloads():
+            for check in store.payloads.checks():
+                sound = await self._core.on_memory("checking a block", check.is_sound)
+                store.payloads.checked(check, sound)
                 verified += 1
                 damaged += not sound
                 # One block a step: other calls, health above all, run in between.

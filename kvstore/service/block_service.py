@@ -10,6 +10,7 @@ from kvstore_proto.v1 import blocks_pb2, blocks_pb2_grpc
 
 from kvstore.service.core import Core
 from kvstore.service.guard import guarded
+from kvstore.service.handles import cuda_handle, probe_handle
 from kvstore.service.payloads import read_blocks, write_blocks
 from kvstore.service.requests import (
     DIGEST_BYTES,
@@ -80,6 +81,7 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
                 session_id, _slot_refs(reservation.slab_ids, reservation.slots, reservation.generations)
             )
             raise
+        self._core.provide_ahead(session_id, request.namespace_id)
         return blocks_pb2.ReserveResponse(
             slab_ids=reservation.slab_ids,
             slots=reservation.slots,
@@ -145,7 +147,9 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
         for at in range(0, len(request.digests), DIGEST_BYTES):
             # One block's checksum at a time: other calls run between them.
             digest = request.digests[at : at + DIGEST_BYTES]
-            condemned += self._core.store.report_damage(session_id, request.namespace_id, digest)
+            for check in self._core.store.payloads.damage_checks(session_id, request.namespace_id, digest):
+                sound = await self._core.on_memory("checking a block", check.is_sound)
+                condemned += self._core.store.payloads.checked(check, sound)
             await asyncio.sleep(0)
         if condemned:
             self._core.log_damage(condemned, f"reported by session {session_id.hex()[:8]}")
@@ -164,6 +168,24 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
     ) -> blocks_pb2.WriteBlocksResponse:
         written = await write_blocks(self._core, session_id_of(context), requests)
         return blocks_pb2.WriteBlocksResponse(bytes=written)
+
+    @guarded
+    async def OpenSlab(  # noqa: N802
+        self, request: blocks_pb2.OpenSlabRequest, context: Context
+    ) -> blocks_pb2.OpenSlabResponse:
+        slab = self._core.store.open_slab(session_id_of(context), request.slab_id, writable=request.writable)
+        await self._core.settled()
+        handle = cuda_handle(
+            self._core, slab.memory, slab_id=slab.slab_id, slots=slab.slots, slot_bytes=slab.slot_bytes
+        )
+        return blocks_pb2.OpenSlabResponse(handle=handle)
+
+    @guarded
+    async def ProbeHandle(  # noqa: N802
+        self, _request: blocks_pb2.ProbeHandleRequest, context: Context
+    ) -> blocks_pb2.ProbeHandleResponse:
+        self._core.store.check_session(session_id_of(context))
+        return probe_handle(self._core)
 
     async def _wait_for_writers(self, session_id: bytes, queries: Sequence[tuple[int, bytes]], wait_s: float) -> None:
         """Waits until no query's next block is being written by another session, `wait_s` at most."""

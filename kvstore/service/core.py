@@ -2,15 +2,18 @@
 
 import asyncio
 import logging
+import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvstore_proto.v1 import descriptor_pb2
 
 from kvstore.control import EndClient, Grant, SetWriter
-from kvstore.device.base import Device, SlabMemory
-from kvstore.errors import KvstoreError, ServiceUnavailableError
+from kvstore.device.base import MEMFD, Device, SlabMemory
+from kvstore.errors import KvstoreError, NotHeldError, ServiceUnavailableError, UnknownSessionError
 from kvstore.log import LimitedLog
 from kvstore.server.control_link import ControlLink
 from kvstore.server.workers import Workers
@@ -33,7 +36,20 @@ from kvstore.store.types import SlabRequest
 
 _SLAB = descriptor_pb2.SEGMENT_KIND_SLAB
 _LEDGER = descriptor_pb2.SEGMENT_KIND_LEDGER
+_PROBE = 3
+NONCE_BYTES = 32
+# The least that device memory is allocated in.
+PROBE_BYTES = 2 << 20
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Allocation:
+    """A slab that is being allocated; `hurry` is set once somebody waits for it."""
+
+    task: "asyncio.Task[None]"
+    hurry: threading.Event
 
 
 class Core:
@@ -61,12 +77,16 @@ class Core:
         self.boot_id = boot_id
         self.link: ControlLink
         self.clients: Clients
-        self._allocations: dict[int, asyncio.Task[None]] = {}
+        self._allocations: dict[int, _Allocation] = {}
+        self._ahead: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: deque[Event] = deque()
         self._settling = asyncio.Lock()
         self._log = LimitedLog(_logger)
-        self._device = device
+        self.device = device
+        # What the probe of this boot begins with.
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self.probe: SlabMemory | None = None
         self._workers = workers
         self._on_fatal = on_fatal
 
@@ -94,23 +114,71 @@ class Core:
 
     async def provide(self, request: SlabRequest) -> None:
         """Allocates the slab of a request, or waits for the task that does already. Never raises for want of memory."""
-        task = self._allocations.get(request.request_id)
-        if task is None:
-            task = self.spawn(self._allocate(request))
-            self._allocations[request.request_id] = task
-            task.add_done_callback(lambda _: self._allocations.pop(request.request_id, None))
+        allocation = self._allocation(request)
+        # Somebody waits now, whoever began it.
+        allocation.hurry.set()
         # The others who wait for this slab go on when one of them is cancelled.
-        await asyncio.shield(task)
+        await asyncio.shield(allocation.task)
+
+    def provide_ahead(self, session_id: bytes, namespace_id: int) -> None:
+        """Lets slabs be allocated for the reservations to come, without haste and one after the other."""
+        if namespace_id not in self._ahead and not self.stopping:
+            self._ahead.add(namespace_id)
+            self.spawn(self._look_ahead(session_id, namespace_id))
+
+    async def offer_probe(self) -> None:
+        """Makes the memory that clients try before they trust a transport, where slabs are not host memory.
+
+        Raises OutOfMemoryError, DeviceFailedError, TimeoutError, OSError.
+        """
+        if self.device.kind == MEMFD:
+            return
+        memory = await self._workers.run("allocating the probe", self.device.create_slab, PROBE_BYTES)
+        self.probe = memory
+        await self._workers.run("writing the probe", memory.write, 0, self.nonce)
+        await self.link.keep(_PROBE, 0, 0, memory, slot_bytes=PROBE_BYTES, slots=1, nonce=self.nonce)
+
+    async def on_memory(self, name: str, work: Callable[[], T]) -> T:
+        """Runs work on payload bytes: here where the CPU addresses them, in a thread where it may wait for a GPU."""
+        if self.device.kind == MEMFD:
+            return work()
+        return await self._workers.run(name, work)
 
     async def close(self) -> None:
-        """Ends the tasks."""
+        """Ends the tasks and frees the memory, which lives on where somebody else maps it."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for memory in (*self.store.memories(), *([] if self.probe is None else [self.probe])):
+            memory.close()
 
-    async def _allocate(self, request: SlabRequest) -> None:
+    async def _look_ahead(self, session_id: bytes, namespace_id: int) -> None:
         try:
-            memory = await self._workers.run("allocating a slab", self._device.create_slab, request.nbytes)
+            while (request := self.store.slab_ahead(session_id, namespace_id)) is not None:
+                await asyncio.shield(self._allocation(request).task)
+        except (UnknownSessionError, NotHeldError):
+            # The session ended meanwhile.
+            return
+        finally:
+            self._ahead.discard(namespace_id)
+
+    def _allocation(self, request: SlabRequest) -> _Allocation:
+        allocation = self._allocations.get(request.request_id)
+        if allocation is None:
+            hurry = threading.Event()
+            allocation = _Allocation(self.spawn(self._allocate(request, hurry)), hurry)
+            self._allocations[request.request_id] = allocation
+            allocation.task.add_done_callback(lambda _: self._allocations.pop(request.request_id, None))
+        return allocation
+
+    async def _allocate(self, request: SlabRequest, hurry: threading.Event) -> None:
+        def pace(seconds: float) -> None:
+            # A quarter of one core at most, until somebody waits. A thread of idle priority would hold the lock of the
+            # interpreter and that of the process's memory map while it waits for a core.
+            hurry.wait(3 * seconds)
+
+        try:
+            memory = await self._workers.run("allocating a slab", self.device.create_slab, request.nbytes, pace)
         except (KvstoreError, OSError) as error:
             _logger.warning("no slab of %d bytes for namespace %d: %s", request.nbytes, request.namespace_id, error)
             self.store.slab_failed(request, str(error))
@@ -139,11 +207,16 @@ class Core:
     async def _carry_out(self, event: Event) -> None:
         match event:
             case LedgerCreated():
-                dims = (event.memory.nbytes, 0, event.records)
-                await self.link.keep(_LEDGER, event.namespace_id, event.namespace_id, dims, event.memory.fd)
+                await self.link.keep(_LEDGER, event.namespace_id, event.namespace_id, event.memory, slots=event.records)
             case SlabAdded():
-                dims = (event.memory.nbytes, event.slot_bytes, event.slots)
-                await self.link.keep(_SLAB, event.slab_id, event.namespace_id, dims, event.memory.fd)
+                await self.link.keep(
+                    _SLAB,
+                    event.slab_id,
+                    event.namespace_id,
+                    event.memory,
+                    slot_bytes=event.slot_bytes,
+                    slots=event.slots,
+                )
             case LedgerGone():
                 self.link.drop(_LEDGER, event.namespace_id)
                 await self._dispose(event.memory)

@@ -11,7 +11,14 @@ from kvstore_proto import PROTOCOL_VERSION
 from kvstore_proto.v1 import session_pb2, session_pb2_grpc
 
 from kvstore import version
-from kvstore.errors import AccessDeniedError, InvalidRequestError, ProtocolMismatchError, UnknownSessionError
+from kvstore.device.base import CUDA_LEGACY
+from kvstore.errors import (
+    AccessDeniedError,
+    ConflictError,
+    InvalidRequestError,
+    ProtocolMismatchError,
+    UnknownSessionError,
+)
 from kvstore.service.clients import Client
 from kvstore.service.core import Core
 from kvstore.service.guard import guarded, parsed
@@ -63,6 +70,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             server_version=version(),
             protocol_version=PROTOCOL_VERSION,
             tenant=TENANT,
+            device=core.device.name,
+            device_uuid=core.device.uuid,
+            memory=core.device.kind,
         )
         try:
             await core.settled()
@@ -92,6 +102,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         ahead = store.prepare_slab(session_id, registration.namespace_id)
         if ahead is not None:
             self._core.spawn(self._core.provide(ahead))
+        else:
+            self._core.provide_ahead(session_id, registration.namespace_id)
         await self._core.settled()
         return session_pb2.RegisterModelResponse(
             namespace_id=registration.namespace_id,
@@ -113,6 +125,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         request: session_pb2.OpenSession = first.open
         _check_open(request)
         client = self._client(request, context)
+        _check_transport(request.transport, self._core.device.kind)
         core = self._core
         old = core.sessions.of_instance(request.instance_id)
         _check_same_process(old, client)
@@ -146,9 +159,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                     "no kvstore-token metadata on the Unix socket. Expected the token of a hello: say hello on the "
                     "descriptor socket (the address + .fd) first"
                 )
-            if request.transport != "bytes":
+            if request.transport == "fd":
                 raise InvalidRequestError(
-                    f"transport {request.transport!r} over TCP. Expected bytes: use the Unix socket for descriptors"
+                    "transport 'fd' over TCP. Expected bytes, or cuda-ipc: use the Unix socket for descriptors"
                 )
             return None
         # The supervisor announced the client before the client got its token; the message may still wait here.
@@ -226,6 +239,17 @@ def _check_open(request: session_pb2.OpenSession) -> None:
     check_text("transport_reason", request.transport_reason, MAX_TEXT)
     if request.transport not in _TRANSPORTS:
         raise InvalidRequestError(f"transport {request.transport[:40]!r}. Expected one of {', '.join(_TRANSPORTS)}")
+
+
+def _check_transport(transport: str, memory: str) -> None:
+    """Descriptors and handles lead to memory of one kind each."""
+    if transport == "bytes" or (transport == "cuda-ipc") == (memory == CUDA_LEGACY):
+        return
+    fit = "cuda-ipc" if memory == CUDA_LEGACY else "fd"
+    raise ConflictError(
+        f"transport {transport!r} to a service whose slabs are {memory}. Expected {fit} or bytes: connect with one of "
+        "them, or start the service with another --slab-kind"
+    )
 
 
 def _check_same_process(old: LiveSession | None, client: Client | None) -> None:

@@ -55,7 +55,8 @@ def _slabs(state: StoreState, namespace: Namespace) -> list[str]:
         if namespace.ledger is None or namespace.ledger.slab_in(slab.slab_range) != slab.slab_id:
             found.append(f"slab {slab.slab_id}: the ledger's range {slab.slab_range} names another slab")
         mapped = any(slab.slab_id in session.mapped for session in state.sessions.values())
-        if slab.state is SlabState.DRAINING and slab.free == slab.slots and not mapped:
+        unused = slab.free == slab.slots and not mapped and not slab.never_freed
+        if slab.state is SlabState.DRAINING and unused:
             found.append(f"slab {slab.slab_id}: draining, unused, mapped by nobody, and not gone")
     return found
 
@@ -169,11 +170,14 @@ def _holds(state: StoreState) -> list[str]:
         for key in session.slots:
             holders[key] = holders.get(key, 0) + 1
     for slab in state.slabs.values():
+        if not slab.abandoned <= slab.writes.keys():
+            found.append(f"slab {slab.slab_id}: slots {sorted(slab.abandoned)} wait for writes, which are over")
         for slot, node in enumerate(slab.nodes):
             held = holders.get((slab.slab_id, slot), 0)
             if node is not None and node.holds != held:
                 found.append(f"slot {slot} of slab {slab.slab_id}: {node.holds} holds, held by {held} sessions")
-            if node is None and slab.slot_state(slot) is SlotState.PRIVATE and held != 1:
+            expected = 0 if slot in slab.abandoned else 1
+            if node is None and slab.slot_state(slot) is SlotState.PRIVATE and held != expected:
                 found.append(f"slot {slot} of slab {slab.slab_id}: private to {held} sessions")
     return found
 

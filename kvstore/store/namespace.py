@@ -63,6 +63,8 @@ class Namespace:
         self.ranges = list(range(plan.max_slabs - 1, -1, -1))
         self.requests: dict[int, SlabRequest] = {}
         self.claimed = 0
+        # Slots that reservations of late asked for: so many are worth having ready.
+        self.usual = 0
         self.sessions: set[Session] = set()
         self.leases: dict[int, Lease] = {}
         self.in_flight: dict[bytes, InFlight] = {}

@@ -90,6 +90,12 @@ def is_poor(namespace: Namespace, everyone: Sequence[Namespace], budget: Budget)
     return namespace.live_bytes + need <= guarantee(namespace, everyone, budget)
 
 
+def owed(namespace: Namespace, everyone: Sequence[Namespace], budget: Budget) -> int:
+    """Bytes that the others still lack to what they are guaranteed, beyond what was claimed for them."""
+    others = (other for other in everyone if other is not namespace)
+    return sum(max(0, guarantee(other, everyone, budget) - other.live_bytes - other.claimed) for other in others)
+
+
 def can_spare(namespace: Namespace, nbytes: int, everyone: Sequence[Namespace], budget: Budget) -> bool:
     """Whether it keeps its guarantee without a slab of `nbytes`."""
     return namespace.live_bytes - nbytes >= guarantee(namespace, everyone, budget)

@@ -100,7 +100,7 @@ class Registry:
         budget = self._state.budget
         quota = quota_for(config.quotas, key.tenant, spec.model_name)
         limit = min(quota.maximum or budget.total, budget.total)
-        plan = plan_namespace(spec.block_bytes, limit, budget.total, config.max_sessions)
+        plan = plan_namespace(spec.block_bytes, limit, config.budget_bytes, config.max_sessions)
         promised = sum(other.quota.guaranteed or 0 for other in self._state.namespaces.values())
         if quota.guaranteed and (promised + quota.guaranteed > budget.total or quota.guaranteed > limit):
             raise BudgetTooSmallError(

@@ -18,7 +18,8 @@ class Removal:
     """Takes things away, so that whoever reads them keeps them until he is done.
 
     A block that leaves the index is free at once if no lease covers it and its writer does not hold it, else condemned
-    until both have ended. A draining slab is gone when nothing in it is used and no session maps it.
+    until both have ended. A draining slab is gone when nothing in it is used and no session maps it, unless freeing it
+    could pull memory away from a process that nobody watches.
     """
 
     def __init__(self, state: StoreState, namespace_idle: Callable[[Namespace], None]) -> None:
@@ -76,10 +77,10 @@ class Removal:
         del session.slots[slab.slab_id, slot]
         if slab.slot_state(slot) is SlotState.PRIVATE:
             slab.namespace.forget_intent(slab, slot)
-            slab.abort(slot)
-            if slab.state is SlabState.DRAINING and not slab.private and slab.writer is not None:
-                self._set_writer(slab, None)
-            self._vanish_if_unused(slab)
+            if slot in slab.writes:
+                slab.abandoned.add(slot)
+            else:
+                self.free_private(slab, slot)
         else:
             node = slab.nodes[slot]
             assert node is not None
@@ -90,6 +91,13 @@ class Removal:
                 self._reclaim_if_unused(node)
         if self._asking:
             self._ask_again(session)
+
+    def free_private(self, slab: Slab, slot: int) -> None:
+        """A private slot that no session holds is free."""
+        slab.abort(slot)
+        if slab.state is SlabState.DRAINING and not slab.private and slab.writer is not None:
+            self._set_writer(slab, None)
+        self._vanish_if_unused(slab)
 
     def drain(self, slab: Slab) -> None:
         """Starts the end of a slab: its blocks leave the index, its importers are asked to unmap it."""
@@ -187,7 +195,7 @@ class Removal:
                 self._state.events.append(UnmapRequested(session.session_id, (slab_id,)))
 
     def _vanish_if_unused(self, slab: Slab) -> None:
-        if slab.state is not SlabState.DRAINING or slab.free != slab.slots:
+        if slab.state is not SlabState.DRAINING or slab.free != slab.slots or slab.never_freed:
             return
         if any(slab.slab_id in session.mapped for session in self._state.sessions.values()):
             return

@@ -18,14 +18,15 @@ def store_stats(state: StoreState) -> StoreStats:
     live = [slab for slab in slabs if slab.state is SlabState.LIVE]
     device = DeviceStats(
         device=state.config.device,
-        budget_bytes=state.budget.total,
-        used_bytes=state.budget.used,
+        budget_bytes=state.config.budget_bytes,
+        used_bytes=state.budget.used + state.config.fixed_bytes,
         slots_free=sum(slab.free for slab in live),
         slots_private=sum(slab.private for slab in slabs),
         slots_committed=sum(slab.committed for slab in slabs),
         slots_condemned=sum(slab.condemned for slab in slabs),
         slabs_live=len(live),
         slabs_draining=len(slabs) - len(live),
+        blocks_pinned=sum(len(namespace.protected()) for namespace in state.namespaces.values()),
     )
     leases = sum(len(session.leases) for session in state.sessions.values())
     return StoreStats((device,), replace(state.counters), leases, len(state.sessions))

@@ -9,8 +9,7 @@ from kvstore.store.lease import Lease
 if TYPE_CHECKING:
     from kvstore.store.namespace import Namespace
 
-BYTES_TRANSPORT = "bytes"
-TRANSPORTS = ("fd", "cuda-ipc", BYTES_TRANSPORT)
+TRANSPORTS = ("fd", "cuda-ipc", "bytes")
 
 
 class Session:
@@ -68,8 +67,11 @@ class Session:
 
     @property
     def maps(self) -> bool:
-        """Whether its transport maps slabs."""
-        return self.transport != BYTES_TRANSPORT
+        """Whether a slab counts as mapped from the first reply that names it.
+
+        Descriptors come from the supervisor, unseen by the store; handles are asked for with `Store.open_slab`.
+        """
+        return self.transport == "fd"
 
     @property
     def holds_nothing(self) -> bool:

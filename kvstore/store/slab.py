@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.device.base import SlabMemory
+from kvstore.device.base import CUDA_LEGACY, SlabMemory
 from kvstore.store.index import Node
 from kvstore.store.ledger import Ledger
 from kvstore.store.policy import EvictionPolicy
@@ -19,8 +19,8 @@ class Slab:
     """Slots of one namespace on one device.
 
     Invariants: the ledger's word is the state of a slot; `counts` and the map of free slots agree with it; a private
-    slot belongs to `writer` (or, while draining, to whoever was it); `nodes[slot]` is set exactly for committed and
-    condemned slots; a draining slab has no committed slot and hands out none.
+    slot belongs to `writer` (or, while draining, to whoever was it; to nobody when abandoned); `nodes[slot]` is set
+    exactly for committed and condemned slots; a draining slab has no committed slot and hands out none.
     """
 
     def __init__(
@@ -52,6 +52,9 @@ class Slab:
         # Sessions that acknowledged an unmap while they still used the slab; they are asked again.
         self.ask_again: set[Session] = set()
         self.nodes: list[Node | None] = [None] * slots
+        # Writes under way in other threads, by slot; `abandoned` slots have lost their session and wait for their end.
+        self.writes: dict[int, int] = {}
+        self.abandoned: set[int] = set()
         # Digest that a private slot was reserved for, where that registered the digest as in flight.
         self.intents: dict[int, bytes] = {}
         self.counts = [slots, 0, 0, 0]
@@ -63,6 +66,14 @@ class Slab:
     def nbytes(self) -> int:
         """Bytes of the allocation."""
         return self.memory.nbytes
+
+    @property
+    def never_freed(self) -> bool:
+        """Whether an unwatched process may have memory open that its owner must not free before it: it stays, unused.
+
+        Descriptors keep their memory by themselves; a handle does not.
+        """
+        return self.tainted and self.memory.kind == CUDA_LEGACY
 
     @property
     def free(self) -> int:
@@ -93,8 +104,8 @@ class Slab:
         return self._ledger.generation(self._base + slot)
 
     def payload(self, slot: int) -> memoryview:
-        """The bytes of a slot, writable."""
-        return self.memory.view[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        """The bytes of a slot; see SlabMemory.read."""
+        return self.memory.read(slot * self.slot_bytes, self.slot_bytes)
 
     def longest_run(self, wanted: int) -> bool:
         """Whether `wanted` free slots lie side by side."""

@@ -38,7 +38,7 @@ class StoreState:
         self.sessions: dict[bytes, Session] = {}
         self.namespaces: dict[int, Namespace] = {}
         self.slabs: dict[int, Slab] = {}
-        self.budget = Budget(config.budget_bytes)
+        self.budget = Budget(config.budget_bytes - config.fixed_bytes)
         self.counters = Counters()
         self.events: list[Event] = []
         self.ticks = count(1)

@@ -34,6 +34,7 @@ class DeviceStats:
     slots_condemned: int
     slabs_live: int
     slabs_draining: int
+    blocks_pinned: int
 
 
 @dataclass(frozen=True, slots=True)

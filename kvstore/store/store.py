@@ -9,6 +9,7 @@ from kvstore.errors import NotHeldError
 from kvstore.store.events import Event
 from kvstore.store.index import Node
 from kvstore.store.integrity import integrity_problems
+from kvstore.store.mappings import Mappings
 from kvstore.store.namespace import Namespace
 from kvstore.store.payloads import Payloads
 from kvstore.store.policy import EvictionPolicy, LeastRecentlyUsed
@@ -18,6 +19,7 @@ from kvstore.store.removal import Removal
 from kvstore.store.report import namespace_stats, session_stats, store_stats
 from kvstore.store.session_table import SessionTable
 from kvstore.store.sessions import Session
+from kvstore.store.slab import Slab
 from kvstore.store.state import StoreState
 from kvstore.store.stats import NamespaceStats, SessionStats, StoreStats
 from kvstore.store.supply import Supply
@@ -44,8 +46,9 @@ class Store:
     `abort` for *every* slot it took when its request is over, committed or not.
 
     Parts: `Reading` (look-ups), `Writing` (reserve, commit), `Supply` (where slots come from), `Removal` (how things
-    go), `Registry` (models), `SessionTable`, `Payloads` (bytes); they share a `StoreState`. A call that raises has
-    changed nothing. All calls that take a session id raise UnknownSessionError, those with a namespace id NotHeldError.
+    go), `Registry` (models), `SessionTable`, `Mappings`, `Payloads` (bytes; `payloads` is for memory that is slow to
+    reach); they share a `StoreState`. A call that raises has changed nothing. All calls that take a session id raise
+    UnknownSessionError, those with a namespace id NotHeldError.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class Store:
         self._sessions = SessionTable(self._state, self._removal)
         self._reading = Reading(self._state)
         self._writing = Writing(self._state, self._supply, self._removal)
-        self._payloads = Payloads(self._state, self._removal)
+        self._mappings = Mappings(self._state, self._removal)
+        self.payloads = Payloads(self._state, self._removal)
 
     def open_session(
         self,
@@ -138,6 +142,15 @@ class Store:
             return None
         return self._supply.request(session, namespace)
 
+    def slab_ahead(self, session_id: bytes, namespace_id: int) -> SlabRequest | None:
+        """A slab to allocate while nobody waits, so that the next reservation finds slots (call after `reserve`).
+
+        Evicts nothing, drains nothing, and leaves what other namespaces are guaranteed. Its slab has no writer: whoever
+        reserves next gets it, and until then it gives way to a namespace that is short.
+        """
+        session, namespace = self._place(session_id, namespace_id)
+        return self._supply.request_ahead(session, namespace)
+
     def lookup(self, session_id: bytes, queries: Sequence[tuple[int, bytes]]) -> list[MatchResult]:
         """Held prefix of each (namespace id, digests); pins nothing, touches nothing."""
         return self._reading.lookup(session_id, queries)
@@ -209,48 +222,46 @@ class Store:
 
     def report_damage(self, session_id: bytes, namespace_id: int, digests: bytes) -> int:
         """Checks the bytes of each block and condemns the damaged ones with all that follow them. Number condemned."""
-        _, namespace = self._place(session_id, namespace_id)
-        return self._payloads.report_damage(namespace, digests)
-
-    def lease_blocks(self, session_id: bytes, lease_id: int) -> tuple[int, int]:
-        """(blocks of the lease, bytes of one block). Raises NotHeldError."""
-        lease = self._payloads.lease(self._state.session(session_id), lease_id)
-        return lease.node.depth, lease.namespace.slot_bytes
+        checks = self.payloads.damage_checks(session_id, namespace_id, digests)
+        return sum(self.payloads.checked(check, check.is_sound()) for check in checks)
 
     def read_payload(self, session_id: bytes, lease_id: int, block: int, offset: int, nbytes: int) -> bytes:
         """Bytes of one leased block; cheap enough for a call a chunk. Raises NotHeldError, InvalidRequestError."""
-        return self._payloads.read(self._state.session(session_id), lease_id, block, offset, nbytes)
+        return self.payloads.leased_span(session_id, lease_id, block, offset, nbytes).read()
 
     def write_payload(self, session_id: bytes, slot: SlotRef, offset: int, data: bytes) -> None:
         """Writes into the caller's private slot. Raises SlotNotOwnedError, InvalidRequestError."""
-        self._payloads.write(self._state.session(session_id), slot, offset, data)
+        span = self.payloads.begin_write(session_id, slot, offset, len(data))
+        try:
+            span.write(data)
+        finally:
+            self.payloads.end_write(slot)
+
+    def open_slab(self, session_id: bytes, slab_id: int, *, writable: bool) -> Slab:
+        """A slab for a session that opens it by a handle; it counts as mapped.
+
+        Raises NotHeldError, AccessDeniedError (not its writer), ConflictError (its memory has no handle).
+        """
+        return self._mappings.open(self._state.session(session_id), slab_id, writable=writable)
+
+    def check_session(self, session_id: bytes) -> None:
+        """Raises UnknownSessionError for an id of no living session."""
+        self._state.session(session_id)
 
     def mapped(self, session_id: bytes, slab_id: int) -> None:
         """The session maps the slab.
 
-        Optional: a slab counts as mapped by a session (transport other than "bytes") from the first reply naming it.
+        Optional: a slab counts as mapped by a session of transport "fd" from the first reply naming it.
         """
-        session = self._state.session(session_id)
-        slab = self._state.slabs.get(slab_id)
-        if slab is None or slab.namespace.namespace_id not in session.namespaces:
-            raise NotHeldError(f"slab {slab_id} is not in a namespace of this session: expected one that a reply named")
-        session.mapped.add(slab_id)
+        self._mappings.mapped(self._state.session(session_id), slab_id)
 
     def unmapped(self, session_id: bytes, slab_ids: Sequence[int]) -> None:
         """The session has dropped its mappings. Unknown slabs are skipped."""
-        session = self._state.session(session_id)
-        for slab_id in slab_ids:
-            slab = self._state.slabs.get(slab_id)
-            if slab is not None and slab_id in session.mapped:
-                self._removal.unmapped(session, slab)
+        self._mappings.unmapped(self._state.session(session_id), slab_ids)
 
     def downgraded(self, session_id: bytes, slab_ids: Sequence[int]) -> None:
         """The session's mappings are read-only now. Slabs that it does not write, or writes into, are skipped."""
-        session = self._state.session(session_id)
-        for slab_id in slab_ids:
-            slab = self._state.slabs.get(slab_id)
-            if slab is not None and slab.writer is session and not slab.private:
-                self._removal.hand_over(slab)
+        self._mappings.downgraded(self._state.session(session_id), slab_ids)
 
     def take_events(self) -> list[Event]:
         """Events since the last call, in order."""
@@ -268,6 +279,13 @@ class Store:
     def pin_chain(self, namespace_id: int, digest: bytes, pinned: bool) -> int:
         """Like `pin`, for operators."""
         return self._pin(self._state.namespace(namespace_id), digest, pinned)
+
+    def memories(self) -> list[SlabMemory]:
+        """All memory that the store owns: slabs and ledgers. For the end: the store must not be used afterwards."""
+        ledgers = [namespace.ledger for namespace in self._state.namespaces.values() if namespace.ledger is not None]
+        for ledger in ledgers:
+            ledger.release()
+        return [slab.memory for slab in self._state.slabs.values()] + [ledger.memory for ledger in ledgers]
 
     def stats(self) -> StoreStats:
         """Counters and sizes."""
@@ -291,7 +309,10 @@ class Store:
         True = sound, False = it was condemned, with all that follow it. Between two steps other calls are allowed;
         blocks that are gone by then are skipped.
         """
-        return self._payloads.verify()
+        for check in self.payloads.checks():
+            sound = check.is_sound()
+            self.payloads.checked(check, sound)
+            yield sound
 
     def _place(self, session_id: bytes, namespace_id: int) -> tuple[Session, Namespace]:
         session = self._state.session(session_id)

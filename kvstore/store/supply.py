@@ -19,7 +19,7 @@ from collections.abc import Callable
 from kvstore.store.events import DowngradeRequested, WriterChanged
 from kvstore.store.index import Node
 from kvstore.store.namespace import Namespace
-from kvstore.store.quota import available, can_spare, is_poor, may_grow
+from kvstore.store.quota import available, can_spare, is_poor, may_grow, owed
 from kvstore.store.removal import Removal
 from kvstore.store.sessions import Session
 from kvstore.store.slab import Slab
@@ -27,12 +27,18 @@ from kvstore.store.slots import SlabState
 from kvstore.store.state import StoreState
 from kvstore.store.types import SlabRequest
 
+# The session of a slab that is allocated ahead.
+NOBODY = b""
+# A reservation of unusual size is forgotten by an eighth with each that follows.
+_FORGET = 8
+
 
 class Supply:
     """Finds slots for sessions.
 
     Invariants: a session gets slots only from live slabs of its namespace of which it is the writer and that are not
-    promised to another; at most one slab request of a session and namespace is open at a time.
+    promised to another; at most one slab request of a session and namespace is open at a time, and at most one ahead
+    in each namespace.
     """
 
     def __init__(self, state: StoreState, removal: Removal) -> None:
@@ -46,6 +52,7 @@ class Supply:
 
         Returns a slab to allocate first, or why it is less ("" when it is enough).
         """
+        namespace.usual = max(wanted, namespace.usual - namespace.usual // _FORGET)
         if self._free(session, namespace) < wanted:
             self._adopt(session, namespace, wanted, lambda slab: slab.free)
         if self._free(session, namespace) >= wanted:
@@ -76,7 +83,7 @@ class Supply:
     def request(self, session: Session, namespace: Namespace) -> SlabRequest | None:
         """A new slab for the session, the one already under way, or None when there can't be one."""
         for request in namespace.requests.values():
-            if request.session_id == session.session_id:
+            if request.session_id in (session.session_id, NOBODY):
                 return request
         if self._state.clock() < self._no_requests_before:
             return None
@@ -85,11 +92,33 @@ class Supply:
             self._claim(namespace, everyone)
             if not may_grow(namespace, everyone, self._state.budget):
                 return None
+        return self._open(session.session_id, namespace)
+
+    def request_ahead(self, session: Session, namespace: Namespace) -> SlabRequest | None:
+        """A slab that nobody waits for, if the session has fewer slots ready than a reservation takes.
+
+        None when something is being allocated in the namespace, and when the bytes would come from somebody's
+        guarantee, from an eviction, or from beyond a limit.
+        """
+        orphans = sum(slab.free for slab in namespace.live_slabs() if slab.writer is None)
+        enough = max(namespace.plan.slab.slots, namespace.usual)
+        if namespace.requests or self._free(session, namespace) + orphans >= enough:
+            return None
+        everyone = list(self._state.namespaces.values())
+        if self._state.clock() < self._no_requests_before or not may_grow(namespace, everyone, self._state.budget):
+            return None
+        if available(namespace, everyone, self._state.budget) - namespace.next_slab_bytes < owed(
+            namespace, everyone, self._state.budget
+        ):
+            return None
+        return self._open(NOBODY, namespace)
+
+    def _open(self, session_id: bytes, namespace: Namespace) -> SlabRequest:
         need = namespace.next_slab_bytes
         slab = namespace.plan.slab
         request = SlabRequest(
             next(self._state.request_ids),
-            session.session_id,
+            session_id,
             namespace.namespace_id,
             slab.nbytes,
             slab.slots,

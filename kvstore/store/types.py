@@ -53,10 +53,13 @@ class QuotaRule:
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Limits of a store, all hard. `budget_bytes` covers slabs (live, draining, being allocated) and ledgers."""
+    """Limits of a store, all hard. `budget_bytes` covers slabs (live, draining, being allocated), ledgers, and the
+    `fixed_bytes` that the service itself takes on the device.
+    """
 
     budget_bytes: int
     device: str = "cpu"
+    fixed_bytes: int = 0
     max_sessions: int = 32
     max_namespaces: int = 64
     max_leases_per_session: int = 4096
@@ -137,6 +140,7 @@ class LeaseResult:
 class SlabRequest:
     """Memory that the store wants. The caller allocates `nbytes` (outside the event loop) and answers with
     `Store.add_slab` or `Store.slab_failed`, exactly once per `request_id`; its bytes are in the budget from now on.
+    `session_id` is empty for a slab ahead: whoever reserves next writes it.
     """
 
     request_id: int

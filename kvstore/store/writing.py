@@ -206,6 +206,11 @@ class Writing:
                 f"slot {entry.slot} of slab {entry.slab_id} is not in namespace {namespace.namespace_id}: expected a "
                 "slot that Reserve handed out. Keep the block local"
             )
+        if entry.slot in slab.writes:
+            raise InvalidRequestError(
+                f"slot {entry.slot} of slab {entry.slab_id} is still being written: expected the answer of WriteBlocks "
+                "before the commit"
+            )
         node = slab.nodes[entry.slot]
         same = node is not None and (node.digest, node.generation) == (entry.digest, entry.generation)
         held = session.slots.get((entry.slab_id, entry.slot)) == entry.generation

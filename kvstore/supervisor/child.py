@@ -5,6 +5,27 @@ import signal
 import socket
 import subprocess
 import sys
+from typing import Protocol
+
+
+class Child(Protocol):
+    """A server that was started. `fileno` reads as ready when it has ended."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def fileno(self) -> int: ...
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+
+    def kill(self) -> None:
+        """Makes `fileno` ready soon, whatever it does."""
+
+    def reap(self, timeout_s: float) -> int:
+        """Its exit status, waiting `timeout_s` at most."""
+
+    def close(self) -> None: ...
 
 
 class ServerChild:

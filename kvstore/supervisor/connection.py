@@ -12,7 +12,7 @@ from kvstore_proto.v1 import descriptor_pb2
 
 from kvstore.control import ClientHello, ClientLeft, Message, close_all
 from kvstore.supervisor.peer import PeerError, peer_credentials, verified_pidfd
-from kvstore.supervisor.segments import AccessError, SegmentTable
+from kvstore.supervisor.segments import AccessError, Segment, SegmentTable
 
 _INVALID_ARGUMENT = 3
 _NOT_FOUND = 5
@@ -21,6 +21,10 @@ _RESOURCE_EXHAUSTED = 8
 _FAILED_PRECONDITION = 9
 _UNAVAILABLE = 14
 INSTANCE_ID_BYTES = 16
+_MEMORY_KINDS = {
+    "memfd": descriptor_pb2.MEMORY_KIND_MEMFD,
+    "cuda-vmm": descriptor_pb2.MEMORY_KIND_CUDA_VMM,
+}
 
 
 @dataclass(slots=True)
@@ -67,11 +71,16 @@ class Handler:
         hear_server: Callable[[], None],
         max_clients: int,
         probe_page: Callable[[bytes], int],
+        host_memory: bool = True,
+        descriptors: bool = True,
     ) -> None:
+        """`host_memory`: slabs are memfds, so a page will do as a probe; `descriptors`: slabs have descriptors."""
         self._table = table
         self._tell_server = tell_server
         self._hear_server = hear_server
         self._max_clients = max_clients
+        self._host_memory = host_memory
+        self._descriptors = descriptors
         self._nonce = secrets.token_bytes(32)
         self._probe_fd = probe_page(self._nonce)
 
@@ -91,8 +100,7 @@ class Handler:
         if not connection.token:
             return Reply.error(_FAILED_PRECONDITION, f"{kind} before hello. Expected hello as the first packet")
         if kind == "probe":
-            reply = descriptor_pb2.DescriptorResponse(probe=descriptor_pb2.ProbeReply(nonce=self._nonce))
-            return Reply(reply.SerializeToString(), [self._probe_fd])
+            return self._probe()
         return self._open_segment(connection.token, request.open_segment)
 
     def left(self, connection: Connection) -> None:
@@ -154,6 +162,26 @@ class Handler:
             )
         return None
 
+    def _probe(self) -> Reply:
+        if self._host_memory:
+            reply = descriptor_pb2.ProbeReply(nonce=self._nonce)
+            return Reply(descriptor_pb2.DescriptorResponse(probe=reply).SerializeToString(), [self._probe_fd])
+        if not self._descriptors:
+            return Reply.error(
+                _FAILED_PRECONDITION,
+                "the service's slabs have no descriptors (--slab-kind legacy). Expected a client that opens CUDA IPC "
+                "handles: use ProbeHandle and the cuda-ipc transport",
+            )
+        if self._table.probe is None:
+            self._hear_server()
+        probe = self._table.probe
+        if probe is None:
+            return Reply.error(_UNAVAILABLE, "the server has not started yet. Expected it to have: try again later")
+        reply = descriptor_pb2.ProbeReply(nonce=probe.nonce, segment=_described(probe))
+        return Reply(
+            descriptor_pb2.DescriptorResponse(probe=reply).SerializeToString(), [os.dup(probe.readonly_fd)], owned=True
+        )
+
     def _open_segment(self, token: str, request: descriptor_pb2.OpenSegment) -> Reply:
         try:
             try:
@@ -163,6 +191,17 @@ class Handler:
                 segment, fd = self._table.open(token, request.kind, request.id, writable=request.writable)
         except AccessError as error:
             return Reply.error(_NOT_FOUND if error.missing else _PERMISSION_DENIED, str(error))
-        reply = descriptor_pb2.Segment(bytes=segment.nbytes, slot_bytes=segment.slot_bytes, slots=segment.slots)
+        reply = _described(segment)
         # Duplicated: the server may drop the segment while the reply waits for its reader.
         return Reply(descriptor_pb2.DescriptorResponse(segment=reply).SerializeToString(), [os.dup(fd)], owned=True)
+
+
+def _described(segment: Segment) -> descriptor_pb2.Segment:
+    return descriptor_pb2.Segment(
+        bytes=segment.nbytes,
+        slot_bytes=segment.slot_bytes,
+        slots=segment.slots,
+        memory=_MEMORY_KINDS[segment.memory],
+        device_uuid=segment.device_uuid,
+        allocation_id=segment.allocation_id,
+    )

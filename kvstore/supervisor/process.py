@@ -28,7 +28,7 @@ from kvstore.control import (
     StartFailed,
     close_all,
 )
-from kvstore.supervisor.child import ServerChild, describe_exit
+from kvstore.supervisor.child import Child, ServerChild, describe_exit
 from kvstore.supervisor.connection import Handler
 from kvstore.supervisor.descriptor_socket import DescriptorSocket, probe_page
 from kvstore.supervisor.lock import ServiceLock, remove_stale_socket
@@ -54,20 +54,38 @@ class Supervisor:
         *,
         announce: Callable[[list[str]], None],
         watch_parent: bool = False,
+        owns_process: bool = True,
+        start_server: Callable[[socket.socket], Child] = ServerChild.start,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`owns_process` False: run in a thread of somebody else's process; its signals and limits stay as they are."""
         self._config = config
         self._announce = announce
         self._watch_parent = watch_parent
+        self._owns_process = owns_process
+        self._start_server = start_server
         self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._table = SegmentTable()
         self._control, self._server_end = ControlChannel.pair()
+        self._wake_read, self._wake_write = socket.socketpair()
         self._deadline = clock() + START_DEADLINE_S
         self._ready = False
         self._stopping = False
         self._failure = ""
         self._exit_status: int | None = None
+
+    @property
+    def failure(self) -> str:
+        """Why it ended, once `run` has returned; empty when it was told to."""
+        return self._failure
+
+    def stop(self) -> None:
+        """Tells `run` to return. From any thread; idempotent."""
+        self._stopping = True
+        # Full: it is awake already. Closed: it has ended.
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"!")
 
     def run(self) -> int:
         """Serves until told to stop; returns the exit code. StartError when it can't."""
@@ -99,28 +117,25 @@ class Supervisor:
         return [self._config.address, self._config.descriptor_address, self._config.admin_address]
 
     def _serve(self) -> int:
-        # Two descriptors a segment, one a client: more than the usual soft limit of 1024. The server inherits it.
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         parent = self._open_parent()
-        wake_read, wake_write = socket.socketpair()
-        for end in (wake_read, wake_write):
+        for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
-        signal.set_wakeup_fd(wake_write.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        child = ServerChild.start(self._server_end)
+        if self._owns_process:
+            self._take_process()
+        child = self._start_server(self._server_end)
         handler = Handler(
             self._table,
             tell_server=self._control.send,
             hear_server=self._hear_server,
             max_clients=2 * self._config.max_sessions,
             probe_page=probe_page,
+            host_memory=self._config.device == "cpu",
+            descriptors=self._config.slab_kind != "legacy",
         )
         sockets = DescriptorSocket(
             self._config.descriptor_address, self._selector, handler, max_connections=2 * self._config.max_sessions + 16
         )
-        self._selector.register(wake_read, selectors.EVENT_READ, lambda _mask: wake_read.recv(64))
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda _mask: self._wake_read.recv(64))
         self._selector.register(self._control, selectors.EVENT_READ, lambda _mask: self._hear_server())
         self._selector.register(child, selectors.EVENT_READ, lambda _mask: self._child_died(child))
         if parent is not None:
@@ -129,7 +144,8 @@ class Supervisor:
         try:
             self._loop(child, sockets)
         finally:
-            signal.set_wakeup_fd(-1)
+            if self._owns_process:
+                signal.set_wakeup_fd(-1)
             if self._exit_status is None:
                 child.kill()
                 self._exit_status = child.reap(STOP_MARGIN_S)
@@ -139,13 +155,21 @@ class Supervisor:
             self._selector.close()
             self._control.close()
             self._table.close()
-            wake_read.close()
-            wake_write.close()
+            self._wake_read.close()
+            self._wake_write.close()
             if parent is not None:
                 os.close(parent)
         return self._exit_code(child.pid)
 
-    def _loop(self, child: ServerChild, sockets: DescriptorSocket) -> None:
+    def _take_process(self) -> None:
+        # Two descriptors a segment, one a client: more than the usual soft limit of 1024. The server inherits it.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        signal.set_wakeup_fd(self._wake_write.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _loop(self, child: Child, sockets: DescriptorSocket) -> None:
         told_to_stop = False
         tick = self._clock()
         while self._exit_status is None:
@@ -183,7 +207,7 @@ class Supervisor:
         self._selector.unregister(parent)
         self._stopping = True
 
-    def _child_died(self, child: ServerChild) -> None:
+    def _child_died(self, child: Child) -> None:
         self._hear_server()
         self._exit_status = child.reap(STOP_MARGIN_S)
 
@@ -237,5 +261,6 @@ class Supervisor:
         if not self._failure:
             self._failure = f"the server process {pid} {describe_exit(status or 0)}"
             self._failure += ". Expected it to run until told to stop: see its log lines above, then start it again"
-        sys.stderr.write(f"error: {self._failure}\n")
+        if self._owns_process:
+            sys.stderr.write(f"error: {self._failure}\n")
         return 1

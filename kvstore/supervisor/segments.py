@@ -7,11 +7,17 @@ from kvstore.control import DropSegment, EndClient, Grant, KeepSegment, SetWrite
 
 SLAB = 1
 LEDGER = 2
+# What a client tries to map before it trusts descriptors; not a segment that it can ask for.
+PROBE = 3
+MEMFD = "memfd"
 
 
 @dataclass(slots=True)
 class Segment:
-    """One slab or ledger: its dimensions, the owner's descriptor, and a read-only one for clients."""
+    """One slab, ledger or probe: its dimensions, the owner's descriptor, and one for readers.
+
+    That is read-only for a memfd; device memory has no such thing, and `readonly_fd` is `fd`.
+    """
 
     kind: int
     id: int
@@ -21,11 +27,16 @@ class Segment:
     slots: int
     fd: int
     readonly_fd: int
+    memory: str = MEMFD
+    device_uuid: bytes = b""
+    allocation_id: bytes = b""
+    nonce: bytes = b""
     writer: str = ""
 
     def close(self) -> None:
         os.close(self.fd)
-        os.close(self.readonly_fd)
+        if self.readonly_fd != self.fd:
+            os.close(self.readonly_fd)
 
 
 @dataclass(slots=True)
@@ -65,21 +76,29 @@ class SegmentTable:
 
     def keep(self, message: KeepSegment, fd: int) -> str:
         """Takes over a segment and its descriptor. Returns why it can't, empty when it can."""
-        try:
-            # Whoever holds a read-only descriptor could open it again for writing if the mode allowed it.
-            os.fchmod(fd, 0o600)
-            readonly = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            os.close(fd)
-            return f"no read-only descriptor of segment {message.id}: {error.strerror}"
+        readonly = fd
+        if message.memory == MEMFD:
+            try:
+                # Whoever holds a read-only descriptor could open it again for writing if the mode allowed it.
+                os.fchmod(fd, 0o600)
+                readonly = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                os.close(fd)
+                return f"no read-only descriptor of segment {message.id}: {error.strerror}"
         old = self._segments.pop((message.kind, message.id), None)
         if old is not None:
             old.close()
         self._segments[message.kind, message.id] = Segment(
             message.kind, message.id, message.namespace_id, message.nbytes, message.slot_bytes, message.slots,
-            fd, readonly,
+            fd, readonly, message.memory, bytes.fromhex(message.device_uuid), bytes.fromhex(message.allocation_id),
+            bytes.fromhex(message.nonce),
         )  # fmt: skip
         return ""
+
+    @property
+    def probe(self) -> Segment | None:
+        """Device memory for clients to try, if the server gave some."""
+        return self._segments.get((PROBE, 0))
 
     def drop(self, message: DropSegment) -> None:
         segment = self._segments.pop((message.kind, message.id), None)
@@ -110,7 +129,7 @@ class SegmentTable:
         segment = self._segments.get((kind, segment_id))
         name = {SLAB: "slab", LEDGER: "ledger"}.get(kind, "segment")
         # A segment of a foreign namespace looks like one that does not exist.
-        if client is None or segment is None or segment.namespace_id not in client.namespaces:
+        if client is None or segment is None or kind == PROBE or segment.namespace_id not in client.namespaces:
             raise AccessError(
                 f"no {name} {segment_id} in the namespaces of this session. Expected one that LookupAndLease or "
                 "Reserve named: register the model first",

@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ import torch
 from kvstore_client import AccessDeniedError, BadReplyError, ProtocolMismatchError, ServiceUnavailableError
 from kvstore_client.descriptors import DescriptorSocket, Received
 from kvstore_client.mapping import SlabMap
-from kvstore_client.transports.fd import probe_descriptors
+from kvstore_client.offers import DescriptorSource, Offer, offer_of_segment
+from kvstore_client.probing import probe_descriptors
 from kvstore_proto.v1 import descriptor_pb2 as pb
 
 SLOT = 4096
@@ -38,13 +39,17 @@ class Supply:
         self.segment = pb.Segment(bytes=nbytes, slot_bytes=SLOT, slots=3)
         self.opened: list[bool] = []
 
-    def open_slab(self, slab_id: int, *, writable: bool, timeout_s: float) -> tuple[pb.Segment, Received]:
+    def fetch(self, slab_id: int, *, writable: bool) -> Offer:
         self.opened.append(writable)
         mode = os.O_RDWR if writable else os.O_RDONLY
-        return self.segment, Received(os.open(f"/proc/self/fd/{self.fd}", mode))
+        return offer_of_segment(self.segment, Received(os.open(f"/proc/self/fd/{self.fd}", mode)))
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def run_now(action: Callable[[], None]) -> None:
+    action()
 
 
 @pytest.fixture
@@ -65,7 +70,7 @@ def rights(address: int) -> list[str]:
 
 def test_upgrade_and_downgrade_keep_the_address(supply: Supply) -> None:
     unmapped: list[int] = []
-    slabs = SlabMap(supply, 1.0, unmapped.append)  # type: ignore[arg-type]
+    slabs = SlabMap(supply, unmapped.append, run_now)
     slab = slabs.open(7, SLOT, writable=False)
     address = slab.base_address
     assert rights(address) == ["r--s"]
@@ -84,7 +89,7 @@ def test_upgrade_and_downgrade_keep_the_address(supply: Supply) -> None:
 
 def test_mapping_lives_as_long_as_something_refers_to_it(supply: Supply) -> None:
     unmapped: list[int] = []
-    slabs = SlabMap(supply, 1.0, unmapped.append)  # type: ignore[arg-type]
+    slabs = SlabMap(supply, unmapped.append, run_now)
     view: torch.Tensor | None = slabs.open(7, SLOT, writable=False).data[5:9]
     assert view is not None
     address = view.data_ptr() - 5
@@ -104,7 +109,7 @@ def test_mapping_lives_as_long_as_something_refers_to_it(supply: Supply) -> None
 
 
 def test_forked_child_does_not_inherit_the_mapping(supply: Supply) -> None:
-    slabs = SlabMap(supply, 1.0, lambda _: None)  # type: ignore[arg-type]
+    slabs = SlabMap(supply, lambda _: None, run_now)
     slab = slabs.open(7, SLOT, writable=False)
     address = slab.base_address
     pid = os.fork()
@@ -131,7 +136,7 @@ def test_a_segment_that_can_not_be_is_not_mapped(supply: Supply, changes: dict[s
     # b161
     for name, value in changes.items():
         setattr(supply.segment, name, value)
-    slabs = SlabMap(supply, 1.0, lambda _: None)  # type: ignore[arg-type]
+    slabs = SlabMap(supply, lambda _: None, run_now)
     with pytest.raises(BadReplyError, match=text):
         slabs.open(7, SLOT, writable=False)
     assert slabs.alive == 0
@@ -140,14 +145,14 @@ def test_a_segment_that_can_not_be_is_not_mapped(supply: Supply, changes: dict[s
 def test_memory_that_could_shrink_is_not_mapped() -> None:
     # b161: its owner could truncate it, and readers would die of SIGBUS.
     supply = Supply(sealed=False)
-    slabs = SlabMap(supply, 1.0, lambda _: None)  # type: ignore[arg-type]
+    slabs = SlabMap(supply, lambda _: None, run_now)
     with pytest.raises(BadReplyError, match="sealed"):
         slabs.open(7, SLOT, writable=False)
     supply.close()
 
 
 def test_another_slot_size_for_a_mapped_slab(supply: Supply) -> None:
-    slabs = SlabMap(supply, 1.0, lambda _: None)  # type: ignore[arg-type]
+    slabs = SlabMap(supply, lambda _: None, run_now)
     slabs.open(7, SLOT, writable=False)
     with pytest.raises(BadReplyError, match="slots of 4096"):
         slabs.open(7, 2 * SLOT, writable=False)
@@ -254,7 +259,7 @@ def test_late_answers_are_thrown_away(peer: tuple[DescriptorSocket, socket.socke
     descriptors, server = peer
     fd = memfd(4096)
     with pytest.raises(ServiceUnavailableError, match="in time"):
-        descriptors.open_slab(1, writable=False, timeout_s=0.05)
+        DescriptorSource(descriptors, 0.05).fetch(1, writable=False)
     before = open_fds()
     answer(server, pb.DescriptorResponse(segment=pb.Segment(bytes=1)), fds=(fd,))
     answer(server, pb.DescriptorResponse(segment=pb.Segment(bytes=2)), fds=(fd,))

@@ -237,7 +237,7 @@ def test_an_unused_slab_makes_room_for_another_layout() -> None:
 def test_budget_zero_and_default_budget() -> None:
     with pytest.raises(LocalBudgetExceeded):
         LocalSlabs(0, 1 << 20).take(SMALL)
-    local = LocalSlabs(None, 1 << 20, available=lambda: 1001)
+    local = LocalSlabs(None, 1 << 20, available=lambda device: 1001)
     assert local.budget_bytes == 500
     assert available_memory() > 0
 

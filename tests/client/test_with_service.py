@@ -19,7 +19,7 @@ import pytest
 from kvstore_client import ForkedProcessError, Store, TransportUnavailableError
 from kvstore_client.blocks import Origin
 from kvstore_client.request import Request
-from kvstore_client.testing import FAST, chain_of, content, digest, identity, payload, plan, wait_for, write_chain
+from kvstore_client.testing import FAST, chain_of, content, digest, fill, identity, payload, plan, wait_for, write_chain
 from kvstore_proto.v1 import admin_pb2, admin_pb2_grpc
 
 from kvstore.launch import ServiceProcess
@@ -318,6 +318,30 @@ def test_stopped_server(own_service: Service, opened: Open) -> None:
     assert store.flush()
     assert wait_for(lambda: own_service.private() == 0)
     assert wait_for(lambda: own_service.stats().leases == 0), "answers that came too late leave no lease"
+    assert own_service.problems() == []
+
+
+def test_what_was_reserved_ahead_goes_back_while_the_rest_is_kept(own_service: Service, opened: Open) -> None:
+    store = opened(own_service.address, config=FAST)
+    ns = store.namespace_for(identity(), plan)
+    with store.open_request(ns) as request:
+        request.reserve([], 3)
+        kept = request.take()
+        fill(kept, payload("kept"))
+        request.release_ahead()
+        assert store.flush()
+        assert own_service.private() == 1
+        # One that is under way comes too late.
+        request.ensure_ahead(4)
+        request.release_ahead()
+        assert store.flush()
+        assert wait_for(lambda: own_service.private() == 1)
+        request.ensure_ahead(2)
+        assert store.flush()
+        assert own_service.private() == 3
+        assert content(kept) == payload("kept")
+    assert store.flush()
+    assert wait_for(lambda: own_service.private() == 0)
     assert own_service.problems() == []
 
 

@@ -17,7 +17,7 @@ from kvstore.demo.errors import DemoError
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--device", "cuda:0"], "--device cuda:0: this version computes on the CPU only"),
+        (["--device", "gpu7"], "--device gpu7: expected cpu, cuda or cuda:N"),
         (["--document-tokens", "0"], "--document-tokens 0: expected 1 to"),
         (["--document-tokens", "7001"], "--document-tokens 7001: expected 1 to 7000"),
         (["--document-tokens", "many"], "--document-tokens"),

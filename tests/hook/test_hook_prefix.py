@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kvstore_client.errors import LocalBudgetExceeded
 from kvstore_client.hook import UnsupportedInputError, attach
 from kvstore_client.hook.digest import block_digest, chain_digests
 from kvstore_client.hook.fingerprint import Fingerprint
@@ -277,3 +279,54 @@ def test_a_short_prompt_asks_for_no_match_b171(kit: Any, store: Any, llama: Any)
         llama.generate(kit.ids_of(30, 1), max_new_tokens=2, do_sample=False)
     assert store.made[-1].calls[0] == "reserve"
     assert store.last_report.rows[0].why_no_more == "text shorter than a block (30 tokens < 64)"
+
+
+def test_slots_are_reserved_while_generate_prepares(kit: Any, store: Any, llama: Any) -> None:
+    """The first use of the cache waits for them, in the thread that made the call; errors come there, too."""
+    reserving, go_on = threading.Event(), threading.Event()
+    threads: list[int] = []
+
+    def slow(request: Any) -> None:
+        threads.append(threading.get_ident())
+        reserving.set()
+        assert go_on.wait(10)
+
+    ids = kit.ids_of(200, 77)
+    with attach(store, llama, codec="passthrough") as attachment:
+        native = llama.generate(ids, max_new_tokens=5, do_sample=False, use_cache=False)
+        store.on_reserve = slow
+        cache = attachment.open_cache(read_prompt(ids, None), background=True)
+        assert reserving.wait(10)
+        assert threads[0] != threading.get_ident()
+        go_on.set()
+        assert cache.get_seq_length() == 0
+        cache.close()
+        assert torch.equal(native, llama.generate(ids, max_new_tokens=5, do_sample=False))
+        # Dropped unused: nothing waits for it.
+        attachment.open_cache(read_prompt(ids, None), background=True).close()
+
+        def fail(request: Any) -> None:
+            raise LocalBudgetExceeded("no room")
+
+        store.on_reserve = fail
+        with pytest.raises(LocalBudgetExceeded, match="no room"):
+            llama.generate(kit.ids_of(200, 78), max_new_tokens=5, do_sample=False)
+    assert store.private_blocks() == 0
+
+
+def test_a_streamer_gets_nothing_of_a_request_without_room(kit: Any, store: Any, llama: Any) -> None:
+    class Streamer:
+        put_anything = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.put_anything = True
+
+        def end(self) -> None:
+            pass
+
+    streamer = Streamer()
+    with attach(store, llama, codec="passthrough"):
+        store.budget = 1
+        with pytest.raises(LocalBudgetExceeded):
+            llama.generate(kit.ids_of(200, 79), max_new_tokens=5, do_sample=False, streamer=streamer)
+    assert not streamer.put_anything

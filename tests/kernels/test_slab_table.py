@@ -166,3 +166,37 @@ def test_empty_table() -> None:
         BlockTable(0)
     with pytest.raises(TableError, match="no block"):
         BlockTable(1).set_count(0, 0)
+
+
+def test_a_slot_as_a_tensor_shares_its_memory(make) -> None:
+    slab = make("int8").slab(3)
+    slab.slot_tensor(1)[7] = 42
+    assert slab.slot_buffer(1)[7] == 42
+    assert slab.slot_tensor(2).data_ptr() == slab.address(2)
+    with pytest.raises(LayoutError):
+        slab.slot_tensor(3)
+
+
+def test_device_memory_has_no_host_buffer(make) -> None:
+    slab = make("int8").slab(1)
+    assert slab.device == torch.device("cpu")
+    assert not slab.pinned
+    # Stands for a slab on a GPU.
+    slab.device = torch.device("cuda:0")
+    with pytest.raises(LayoutError, match=r"cuda:0.*slot_tensor"):
+        slab.slot_buffer(0)
+
+
+def test_rebuilds_tell_appending_from_other_changes(make) -> None:
+    slab = make("int8").slab(4)
+    table = BlockTable(2)
+    for slot in range(3):
+        table.append_block(0, slab, slot)
+    assert table.rebuilds == [0, 0]
+    table.replace_block(0, 1, slab, 3)
+    table.drop_blocks(0, 3)
+    assert table.rebuilds == [1, 0]
+    table.drop_blocks(0, 1)
+    assert table.rebuilds == [2, 0]
+    assert table.version(0) > 3
+    assert table.device == torch.device("cpu")

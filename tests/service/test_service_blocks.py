@@ -16,6 +16,8 @@ from kvstore.testing_client import (
     DescriptorRefusedError,
     ModelShape,
     RawClient,
+    admin_channel,
+    admin_stub,
     chain,
 )
 
@@ -306,3 +308,23 @@ def test_b161_blocks_with_impossible_values_are_refused(worker, admin):
         assert code_of(one.call, one.blocks.Reserve, request) is bad
     assert code_of(one.call, one.blocks.Pin, blocks_pb2.PinRequest(namespace_id=namespace, digest=b"x")) is bad
     assert list(integrity(admin, payloads=False).problems) == []
+
+
+def test_the_next_reservation_finds_a_slab_that_was_allocated_meanwhile(launch):
+    service = launch("--max-sessions", "4")
+    with RawClient(service.address) as one, admin_channel(service.address) as channel:
+        admin = admin_stub(channel)
+
+        def slabs():
+            return admin.GetStats(admin_pb2.GetStatsRequest(), timeout=DEADLINE_S).devices[0].slabs_live
+
+        namespace = one.register(ModelShape("ahead", 512 << 10)).namespace_id
+        first = one.reserve(namespace, chain("ahead", 2))
+        deadline = time.monotonic() + 5
+        while slabs() == len(set(first.slab_ids)):
+            assert time.monotonic() < deadline, "no slab ahead"
+            time.sleep(0.01)
+        before = slabs()
+        assert len(one.reserve(namespace, chain("more", 2)).slots) == 2
+        # What it needed was there; another one follows only behind it.
+        assert before == 2

@@ -254,6 +254,24 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.store.pin(worker.session_id, worker.namespace_id, digests[-1], pinned) == len(digests)
 
     @precondition(lambda self: self.workers)
+    @rule(pick=PICK, answered=st.booleans())
+    def slab_ahead(self, pick: int, answered: bool) -> None:
+        worker = self._worker(pick)
+        before = self.store.stats()
+        request = self.store.slab_ahead(worker.session_id, worker.namespace_id)
+        after = self.store.stats()
+        assert after.counters.evictions == before.counters.evictions
+        assert after.devices[0].slabs_draining == before.devices[0].slabs_draining
+        if request is None:
+            return
+        if answered:
+            self.harness.device.forgive()
+            self.store.add_slab(request, self.harness.device.create_slab(request.nbytes))
+        else:
+            self.store.slab_failed(request, "no memory (as the test ordered)")
+        self.harness.settle()
+
+    @precondition(lambda self: self.workers)
     @rule(pick=PICK, include_pinned=st.booleans(), really=RARELY)
     def evict(self, pick: int, include_pinned: bool, really: bool) -> None:
         if not really:
@@ -306,7 +324,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert self._slot_head(place) == self.bytes[place], "a held block's bytes changed"
         for worker, pairs in self.leases.items():
             for lease, _ in pairs:
-                assert self.store.lease_blocks(worker.session_id, lease.lease_id) == (lease.blocks, BLOCK)
+                assert self.store.payloads.blocks(worker.session_id, lease.lease_id) == (lease.blocks, BLOCK)
                 places = zip(lease.slab_ids, lease.slots, lease.generations, strict=True)
                 for block, place in enumerate(places):
                     head = self.store.read_payload(worker.session_id, lease.lease_id, block, 0, SAMPLE)

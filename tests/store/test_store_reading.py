@@ -20,7 +20,7 @@ def test_a_lease_says_where_every_block_lies() -> None:
     assert lease.writers == [("w", 4), ("r", 5)]
     assert reader.read(lease) == [block_content(digest, harness.block_bytes) for digest in chain[:9]]
     assert len({*zip(lease.slab_ids, lease.slots, strict=True)}) == 9
-    assert harness.store.lease_blocks(reader.session_id, lease.lease_id) == (9, harness.block_bytes)
+    assert harness.store.payloads.blocks(reader.session_id, lease.lease_id) == (9, harness.block_bytes)
 
 
 def test_a_miss_has_no_lease() -> None:

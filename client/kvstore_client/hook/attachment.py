@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import threading
@@ -10,25 +9,28 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from kvstore_kernels.codecs import get_codec
+from kvstore_kernels import gpu
 from kvstore_kernels.compiled import prepare
+from kvstore_kernels.errors import KernelError
 from transformers import PreTrainedModel
 
 from kvstore_client.hook import attention
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.calibration import calibrate
-from kvstore_client.hook.errors import AttachError, UnsupportedInputError
+from kvstore_client.hook.errors import AttachError, UnsupportedInputError, UnsupportedModelError
 from kvstore_client.hook.fingerprint import Fingerprint, foreign_hook
-from kvstore_client.hook.generate import run_generate
+from kvstore_client.hook.methods import generate_method, prepare_inputs_method
 from kvstore_client.hook.plan import ModelPlan, check_ready, model_plan
 from kvstore_client.hook.prefix import open_cache
 from kvstore_client.hook.prompt import Prompt, positions_of, read_prompt
 from kvstore_client.hook.report import HitReport
+from kvstore_client.hook.rows import codec_of
 from kvstore_client.hook.selfcheck import layout_of, self_check
+from kvstore_client.hook.streams import on_device
 from kvstore_client.hook.versions import check_transformers
 from kvstore_client.namespace import ModelIdentity, Namespace, Shard
 
@@ -100,13 +102,17 @@ class Attachment:
                     layout=layout_of(self.plan, self.codec),
                     shard=Shard(self.plan.layer_group, 0, self.plan.kv_heads),
                 )
-                self._namespace = self.store.namespace_for(identity, self._make_plan)
+                self._namespace = self.store.namespace_for(identity, self._make_plan, device=self.plan.device)
                 self._prepare(self._namespace)
             return self._namespace
 
     def _prepare(self, namespace: Namespace) -> None:
-        """Compiles the decode step now, not in the middle of the first answer."""
-        reason = prepare(get_codec(namespace.layout.codec)(namespace.layout, namespace.plan))
+        """Compiles what requests need now, not in the middle of the first answer."""
+        plan = self.plan
+        if plan.device.type == "cuda":
+            gpu.prepare(codec_of(namespace), plan.device, plan.query_heads, self.model.dtype)
+            return
+        reason = prepare(codec_of(namespace))
         if reason:
             _logger.warning("decode steps run on torch, about half as fast over a long context: %s", reason)
 
@@ -123,16 +129,20 @@ class Attachment:
 
     # -- requests ---------------------------------------------------------------------------------------------
 
-    def open_cache(self, prompt: Prompt, *, repeats: int = 1, keep_last: bool = True) -> KVStoreCache:
-        """A cache with what the store holds of the prompt."""
+    def open_cache(
+        self, prompt: Prompt, *, repeats: int = 1, keep_last: bool = True, background: bool = False
+    ) -> KVStoreCache:
+        """A cache with what the store holds of the prompt; see prefix.open_cache."""
         return open_cache(
             self.store,
             self.namespace(),
             prompt,
+            device=self.plan.device,
             repeats=repeats,
             keep_last=keep_last,
             tokens_per_s=self.tokens_per_s,
             salt=self.salt,
+            background=background,
         )
 
     def cache(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> KVStoreCache:
@@ -149,7 +159,7 @@ class Attachment:
     def prewarm(self, text_or_ids: str | Sequence[int] | torch.Tensor, *, pin: bool = False) -> HitReport:
         """Computes and commits the full blocks of a text that aren't held yet; `pin` keeps them from eviction."""
         self._check_ready()
-        ids = self._ids_of(text_or_ids)
+        ids = self._ids_of(text_or_ids).to(self.plan.device)
         size = layout_of(self.plan, self.codec).block_tokens
         full = ids.shape[1] // size * size
         if not full:
@@ -165,6 +175,8 @@ class Attachment:
             while state.length < full:
                 first, last = state.length, min(full, state.length + _PREWARM_CHUNK)
                 self.forward(ids[:, first:last], None, positions_of([0], first, last), cache)
+            if self.plan.device.type == "cuda":
+                torch.cuda.current_stream(self.plan.device).synchronize()
             report.prefill_tokens = report.prompt_tokens - report.reused_tokens
             report.prefill_ms = (time.monotonic() - began) * 1e3 - report.match_ms
             report.committed_blocks = state.committed
@@ -179,13 +191,14 @@ class Attachment:
     def forward(
         self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: KVStoreCache
     ) -> None:
-        """One pass over new tokens [rows, n] for their K and V only."""
+        """One pass over new tokens [rows, n] for their K and V only. Mask and positions may lie on the CPU."""
+        device = self.plan.device
         arguments: dict[str, Any] = {"logits_to_keep": 1} if self._takes_logits_to_keep() else {}
-        with torch.no_grad():
+        with torch.no_grad(), on_device(device):
             self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
+                input_ids=ids.to(device),
+                attention_mask=None if mask is None else mask.to(device),
+                position_ids=positions.to(device),
                 past_key_values=cache,
                 use_cache=True,
                 **arguments,
@@ -217,6 +230,10 @@ class Attachment:
 
     def _check_ready(self) -> None:
         check_ready(self.model)
+        if self.model.device != self.plan.device:
+            raise UnsupportedInputError(
+                f"the model was moved from {self.plan.device} to {self.model.device}: detach() and attach() it again"
+            )
         hook = foreign_hook(self.model)
         if hook:
             # No other path could serve these calls: they ask for the store's blocks.
@@ -231,9 +248,9 @@ class Attachment:
         """Puts our methods on the model's instance. For attach()."""
         attention.install(self.model.config)
         kind: Any = type(self.model)
-        self._set("generate", types.MethodType(_generate(kind.generate), self.model))
-        prepare = _prepare_inputs(kind.prepare_inputs_for_generation)
-        self._set("prepare_inputs_for_generation", types.MethodType(prepare, self.model))
+        self._set("generate", types.MethodType(generate_method(kind.generate, _attached.get), self.model))
+        prepare_inputs = prepare_inputs_method(kind.prepare_inputs_for_generation)
+        self._set("prepare_inputs_for_generation", types.MethodType(prepare_inputs, self.model))
 
     def _set(self, name: str, value: Any) -> None:
         if name in self.model.__dict__:
@@ -267,31 +284,6 @@ class Attachment:
         return f"Attachment({self.plan.name!r}, codec={self.codec!r}, detached={self._detached})"
 
 
-def _generate(stock: Callable[..., Any]) -> Callable[..., Any]:
-    # A method, so that a deep copy of the model gets it bound to itself, finds no attachment, and runs as stock.
-    @functools.wraps(stock)
-    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        attachment = _attached.get(self)
-        bound = functools.partial(stock, self)
-        return bound(*args, **kwargs) if attachment is None else run_generate(attachment, bound, args, kwargs)
-
-    return generate
-
-
-def _prepare_inputs(stock: Callable[..., Any]) -> Callable[..., Any]:
-    # Assisted generation passes the whole prompt in its first pass, whatever the cache holds.
-    @functools.wraps(stock)
-    def prepare_inputs_for_generation(self: PreTrainedModel, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        if not args and kwargs.get("next_sequence_length") is None and isinstance(cache, KVStoreCache):
-            state = cache.state
-            if state.full_ids_next and 0 < state.length < input_ids.shape[1]:
-                kwargs["next_sequence_length"] = input_ids.shape[1] - state.length
-        return stock(self, input_ids, *args, **kwargs)
-
-    return prepare_inputs_for_generation
-
-
 def attach(
     store: StoreLike,
     model: PreTrainedModel,
@@ -303,8 +295,8 @@ def attach(
     compile: str = "never",  # noqa: A002  the name that design and documents use
     salt: bytes = b"",
 ) -> Attachment:
-    """Lets a model's plain `generate(...)` use the store. Takes about a second: hashes the weights, calibrates the
-    codec unless somebody did, and compares logits with the native cache.
+    """Lets a model's plain `generate(...)` use the store. The model lies on the CPU or on one CUDA device. Takes about
+    a second: hashes the weights, calibrates the codec unless somebody did, and compares logits with the native cache.
 
     codec: "int8", or "passthrough" (exact bytes). commit: "prompt", or "all" (answers too). fallback: what a request
     does when not even local blocks are left: "local" raises LocalBudgetExceeded, "native" runs it on the model's
@@ -325,17 +317,22 @@ def attach(
         if existing is not None:
             return _same(existing, store, codec=codec, commit=commit, fallback=fallback, salt=salt)
         plan = model_plan(model)
+        try:
+            gpu.check_supported(layout_of(plan, codec), plan.device)
+        except KernelError as error:
+            raise UnsupportedModelError(f"{plan.name}: {error}") from error
         attachment = Attachment(
             store, model, tokenizer, codec=codec, commit=commit, fallback=fallback, salt=salt, plan=plan
         )
-        # First on the stock attention: it finds out the real shapes.
-        attachment.namespace()
-        attachment.install()
-        try:
-            self_check(model, plan)
-        except BaseException:
-            attachment.uninstall()
-            raise
+        with on_device(plan.device):
+            # First on the stock attention: it finds out the real shapes.
+            attachment.namespace()
+            attachment.install()
+            try:
+                self_check(model, plan)
+            except BaseException:
+                attachment.uninstall()
+                raise
         _attached[model] = attachment
     return attachment
 

@@ -48,6 +48,7 @@ class KVStoreLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # untyped
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(cached + new positions, 0)."""
+        self._state.ready()
         return CacheLength.of(self._state.length + query_length, self._state), 0
 
     def get_seq_length(self) -> int:
@@ -129,6 +130,7 @@ class KVStoreCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(cached + new positions, 0)."""
+        self.state.ready()
         return CacheLength.of(self.state.length + query_length, self.state), 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -100,8 +100,8 @@ def calibrate(model: PreTrainedModel, plan: ModelPlan, codec: str, tokenizer: An
     calibrator = Calibrator(codec, layers=plan.layers, kv_heads=plan.kv_heads, k_dim=plan.k_dim)
     cache = _ObservingCache(plan, calibrator)
     # A plan made under autocast would be another one than the other workers'.
-    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    with torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
+        model(input_ids=ids.to(plan.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
     wrong = [layer for layer, count in enumerate(cache.seen) if count != 1]
     if wrong:
         raise UnsupportedModelError(

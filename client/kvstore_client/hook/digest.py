@@ -20,19 +20,25 @@ def _field(tag: bytes, value: bytes) -> bytes:
     return struct.pack("<BQ", len(tag), len(value)) + tag + value
 
 
+_DOMAIN_FIELD = _field(b"domain", _DOMAIN)
+
+
 def block_digest(parent: bytes, start: int, ids: TokenIds, *, salt: bytes = b"", extra: bytes = b"") -> bytes:
     """Digest (32 bytes) of the block that begins at token `start` of the logical sequence (padding not counted).
 
     `ids` int64 [n]; `parent` is the digest of the block before it (NO_PARENT for the first); `extra` stands for inputs
     other than tokens.
     """
-    hasher = hashlib.blake2b(_field(b"domain", _DOMAIN), digest_size=DIGEST_BYTES)
-    hasher.update(_field(b"parent", parent))
-    hasher.update(_field(b"start", struct.pack("<q", start)))
-    hasher.update(_field(b"ids", np.ascontiguousarray(ids, dtype="<i8").tobytes()))
-    hasher.update(_field(b"salt", salt))
-    hasher.update(_field(b"extra", extra))
-    return hasher.digest()
+    plain = np.ascontiguousarray(ids, dtype="<i8").tobytes()
+    fields = (
+        _DOMAIN_FIELD,
+        _field(b"parent", parent),
+        _field(b"start", struct.pack("<q", start)),
+        _field(b"ids", plain),
+        _field(b"salt", salt),
+        _field(b"extra", extra),
+    )
+    return hashlib.blake2b(b"".join(fields), digest_size=DIGEST_BYTES).digest()
 
 
 def chain_digests(

@@ -7,118 +7,33 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig
 
 from kvstore_client.errors import LocalBudgetExceeded
 from kvstore_client.hook.cache import KVStoreCache
+from kvstore_client.hook.call import Call
 from kvstore_client.hook.digest import chain_digests
 from kvstore_client.hook.errors import CacheStateError, UnsupportedInputError
-from kvstore_client.hook.fingerprint import foreign_hook
-from kvstore_client.hook.prompt import Prompt, positions_of, read_prompt, read_unmasked_prompt
+from kvstore_client.hook.prompt import Prompt, positions_of
 from kvstore_client.hook.report import HitReport, RowReport
+from kvstore_client.hook.state import BLOCKS_AHEAD
+from kvstore_client.hook.streams import on_device
 
 if TYPE_CHECKING:
     from kvstore_client.hook.attachment import Attachment
-
-_POSITIONAL = (
-    "inputs",
-    "generation_config",
-    "logits_processor",
-    "stopping_criteria",
-    "prefix_allowed_tokens_fn",
-    "synced_gpus",
-    "assistant_model",
-    "streamer",
-    "negative_prompt_ids",
-    "negative_prompt_attention_mask",
-    "custom_generate",
-)
-# Arguments that don't change what the model makes of the tokens.
-_HARMLESS = frozenset(
-    {*_POSITIONAL, "input_ids", "attention_mask", "past_key_values", "tokenizer", "assistant_tokenizer",
-     "logits_to_keep", "trust_remote_code", "return_dict", "is_assistant"}
-)  # fmt: skip
-# Generation modes that keep or build caches of their own.
-_OWN_CACHE_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "use_mtp")
-
-
-class Call:
-    """The arguments of one call of generate(), looked up the way generate() does: call, config, model."""
-
-    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.model = model
-        self.kwargs = {**dict(zip(_POSITIONAL, args, strict=False)), **kwargs}
-        inputs = self.kwargs.get("inputs")
-        self.ids: Any = self.kwargs.get("input_ids") if inputs is None else inputs
-        self.mask: Any = self.kwargs.get("attention_mask")
-
-    def setting(self, name: str, default: Any = None) -> Any:
-        """A generation setting's value in this call."""
-        if self.kwargs.get(name) is not None:
-            return self.kwargs[name]
-        for config in (self.kwargs.get("generation_config"), self.model.generation_config):
-            value = getattr(config, name, None)
-            if value is not None:
-                return value
-        return default
-
-    @property
-    def repeats(self) -> int:
-        """Rows that generate() makes of each prompt."""
-        return max(int(self.setting("num_beams", 1)), int(self.setting("num_return_sequences", 1)))
-
-    def prompt(self) -> Prompt:
-        """The rows of this call's ids. Raises UnsupportedInputError."""
-        if self.mask is None:
-            return read_unmasked_prompt(self.ids, self.setting("pad_token_id"), self.setting("eos_token_id"))
-        return read_prompt(self.ids, self.mask)
-
-    def native_reason(self) -> str:
-        """Why this call runs on the model's own cache; empty if it needn't."""
-        cache = self.kwargs.get("past_key_values")
-        if self.setting("use_cache", True) is False:
-            return "use_cache=False"
-        if cache is not None and not isinstance(cache, KVStoreCache):
-            return f"past_key_values is a {type(cache).__name__}"
-        chosen = self.setting("cache_implementation")
-        if chosen not in (None, "dynamic", "hybrid"):
-            return f"cache_implementation={chosen!r}"
-        if self.model.training:
-            return "the model is in training mode"
-        if self.kwargs.get("custom_generate") is not None:
-            return "custom_generate"
-        if self.kwargs.get("is_assistant") or self.setting("is_assistant", False):
-            return "the model is the assistant of another"
-        for name in _OWN_CACHE_MODES:
-            if self.setting(name):
-                return f"{name} keeps caches of its own"
-        assistant = self.kwargs.get("assistant_model")
-        if assistant is not None and getattr(assistant.config, "target_layer_ids", None) is not None:
-            return "the assistant reads the model's hidden states of the whole prompt"
-        for name in ("output_attentions", "output_hidden_states"):
-            if self.setting(name, False):
-                return f"{name}=True needs the whole prompt computed"
-        if not isinstance(self.ids, torch.Tensor) or self.ids.dim() != 2 or self.ids.is_floating_point():
-            return "no input_ids: only token ids identify a prompt"
-        if torch.is_autocast_enabled(self.model.device.type):
-            return "torch.autocast is active: K and V are computed in another dtype than the model's"
-        hook = foreign_hook(self.model)
-        if hook:
-            return hook
-        known = vars(GenerationConfig())  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        for name, value in self.kwargs.items():
-            if value is not None and name not in _HARMLESS and name not in known:
-                return f"{name} isn't part of a prompt's digest"
-        return ""
 
 
 def run_generate(
     attachment: Attachment, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """generate() of an attached model."""
+    with on_device(attachment.plan.device):
+        return _generate(attachment, stock, args, kwargs)
+
+
+def _generate(attachment: Attachment, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = Call(attachment.model, args, kwargs)
     given = call.kwargs.get("past_key_values")
-    reason = call.native_reason()
+    reason = call.native_reason(attachment.plan.device)
     if not reason and given is None:
         try:
             prompt = call.prompt()
@@ -131,11 +46,15 @@ def run_generate(
     if given is not None:
         return _Run(attachment, stock, call, given).with_callers_cache()
     began = time.monotonic()
+    # A shortage must show while the request can still run elsewhere, and before anything is streamed. Else slots are
+    # reserved while generate() makes its own preparations.
+    early = attachment.fallback == "native" or call.kwargs.get("streamer") is not None
     try:
-        cache = attachment.open_cache(prompt, repeats=call.repeats)
+        cache = attachment.open_cache(prompt, repeats=call.repeats, background=not early)
         try:
             run = _Run(attachment, stock, call, cache, began=began)
-            run.reserve_prompt(prompt)
+            if early:
+                run.reserve_prompt(prompt)
         except BaseException:
             cache.close()
             raise
@@ -190,7 +109,7 @@ class _Run:
             self._finish(result, full_ids=True)
             return result
         finally:
-            self.state.armed = False
+            self._over()
             self._report()
             if not keep:
                 self.cache.close()
@@ -213,6 +132,8 @@ class _Run:
                 state.crop_to(state.length - 1)
             prompt = self.call.prompt()
             state.armed = self._learn(prompt)
+            if not state.fresh_report:
+                self._reserve_again(prompt.length)
         state.expandable = self.call.repeats > 1
         if not state.fresh_report or state.report is None:
             state.report = HitReport(path="kvstore")
@@ -227,6 +148,7 @@ class _Run:
         state.fresh_report = False
         state.committed = 0
         state.first_step_at = state.second_step_at = None
+        state.padding.looked_at = False
         try:
             if full:
                 self._shared_prefill(prompt)
@@ -234,7 +156,7 @@ class _Run:
             self._finish(result, full_ids=full)
             return result
         finally:
-            state.armed = False
+            self._over()
             state.expandable = False
             self._report()
 
@@ -269,6 +191,8 @@ class _Run:
         state, repeats = self.state, self.call.repeats
         chunk = self.call.setting("prefill_chunk_size")
         last = prompt.length - 1
+        if repeats > 1 or chunk:
+            state.ready()
         if repeats > 1:
             self._forward(prompt, state.length, last, chunk)
             state.expandable = True
@@ -291,11 +215,26 @@ class _Run:
             first = end
 
     def _stock(self) -> Any:
+        self.state.padding.in_generate = True
         kwargs = {**self.call.kwargs, "past_key_values": self.cache}
         if self.call.setting("prefill_chunk_size"):
             # What is left is one chunk at most, and in chunks stock prefill wouldn't cut the cached tokens off.
             kwargs["prefill_chunk_size"] = None
         return self.stock(**kwargs)
+
+    def _reserve_again(self, length: int) -> None:
+        """Room for a cache that grows again, in one call: what it had ready went back when its last call ended."""
+        state = self.state
+        wanted = BLOCKS_AHEAD * len(state.rows)
+        for row in state.rows:
+            wanted += max(0, -(-max(0, length - row.start) // state.block_tokens) - len(row.blocks))
+        state.pool.request.reserve([], wanted)
+
+    def _over(self) -> None:
+        """What is fed from here on, the caller feeds; what lay ready for more goes back."""
+        if not self.state.closed:
+            self.state.pool.release_ahead()
+        self.state.armed = self.state.padding.in_generate = False
 
     def _finish(self, result: Any, *, full_ids: bool) -> None:
         """Remembers which tokens the cache holds now, and commits them if the policy says so."""
@@ -323,8 +262,11 @@ class _Run:
             return
         ended = time.monotonic()
         if state.first_step_at is not None:
-            report.prefill_ms = max(0.0, (state.first_step_at - self.began) * 1e3 - report.match_ms)
-            report.first_token_ms = ((state.second_step_at or ended) - self.began) * 1e3
+            first_token_at = state.second_step_at or ended
+            # A CUDA device ends the first pass when its token is known; before, it was only sent there.
+            prefilled_at = state.first_step_at if state.device.type == "cpu" else first_token_at
+            report.prefill_ms = max(0.0, (prefilled_at - self.began) * 1e3 - report.match_ms)
+            report.first_token_ms = (first_token_at - self.began) * 1e3
         report.prefill_tokens = report.prompt_tokens - report.reused_tokens
         report.committed_blocks = state.committed
         report.traffic = state.pool.request.report()

@@ -5,20 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from kvstore_kernels.layout import BlockLayout
 from kvstore_kernels.slab import Slab
 
 from kvstore_client.blocks import Block, CommitEntry, Match, Origin, RequestTraffic
+from kvstore_client.device_work import Done
 from kvstore_client.errors import LocalBudgetExceeded
 
 _SLOTS = 8
 
 
 class LocalRequest:
-    """Hands out slots of its own slabs, at most `max_blocks` at a time. One thread at a time."""
+    """Hands out slots of its own slabs on one device, at most `max_blocks` at a time. One thread at a time."""
 
-    def __init__(self, layout: BlockLayout, *, max_blocks: int) -> None:
+    def __init__(self, layout: BlockLayout, *, max_blocks: int, device: torch.device) -> None:
         self._layout = layout
+        self._device = device
         self._max_blocks = max_blocks
         self._free: list[tuple[Slab, int]] = []
         self._used: set[Block] = set()
@@ -40,7 +43,7 @@ class LocalRequest:
                 raise LocalBudgetExceeded(
                     f"{self._max_blocks} local blocks are in use; close caches or raise the limit"
                 )
-            slab = Slab.allocate(self._layout.block_bytes, slots)
+            slab = Slab.allocate(self._layout.block_bytes, slots, device=self._device)
             self._free = [(slab, slot) for slot in reversed(range(slots))]
             self._made += slots
         slab, slot = self._free.pop()
@@ -51,17 +54,20 @@ class LocalRequest:
     def ensure_ahead(self, count: int) -> None:
         """Slots are made when they are taken."""
 
-    def commit(self, entries: Sequence[CommitEntry | tuple[Block, bytes, bytes]]) -> None:
+    def release_ahead(self, after: Done | None = None) -> None:
+        """None lie ready."""
+
+    def commit(self, entries: Sequence[CommitEntry | tuple[Block, bytes, bytes]], after: Done | None = None) -> None:
         """Nobody else could read them."""
 
-    def give_back(self, block: Block) -> None:
-        """The slot may be taken again."""
+    def give_back(self, block: Block, after: Done | None = None) -> None:
+        """The slot may be taken again: what is sent to its stream from here on comes behind what still reads it."""
         if block in self._used:
             self._used.discard(block)
             self._free.append((block.slab, block.slot))
 
-    def close(self) -> None:
-        """Drops the memory."""
+    def close(self, after: Done | None = None) -> None:
+        """Drops the memory, which torch hands out again only behind what still reads it."""
         self._used.clear()
         self._free.clear()
 

@@ -10,11 +10,24 @@ from kvstore_client.hook.errors import UnsupportedInputError
 
 
 def padding_of(mask: torch.Tensor) -> tuple[list[int], list[int]]:
-    """For each row of a mask [rows, n]: how many zeros stand before the first one, and how many ones there are."""
+    """For each row of a mask [rows, n]: how many zeros stand before the first one, and how many ones there are.
+
+    On a CUDA device this waits for it, once.
+    """
     bits = mask if mask.dtype == torch.bool else mask != 0
     # On uint8: bool has no argmax on every backend.
-    first = bits.view(torch.uint8).argmax(dim=1).tolist()
-    return [int(n) for n in first], [int(n) for n in bits.sum(dim=1).tolist()]
+    first, ones = torch.stack((bits.view(torch.uint8).argmax(dim=1), bits.sum(dim=1))).tolist()
+    return first, ones
+
+
+def check_shape(mask: torch.Tensor, *, rows: int, cached: int, new: int) -> None:
+    """Raises UnsupportedInputError unless the mask is [rows, cached + new]."""
+    total = cached + new
+    if tuple(mask.shape) != (rows, total):
+        raise UnsupportedInputError(
+            f"attention_mask has shape {tuple(mask.shape)}; expected ({rows}, {total}): {cached} cached and {new} new "
+            "tokens"
+        )
 
 
 def row_starts(
@@ -34,11 +47,7 @@ def row_starts(
                 f"row {padded} has {known[padded]} padding tokens in the cache: pass attention_mask [{rows}, {total}]"
             )
         return [0] * rows
-    if tuple(mask.shape) != (rows, total):
-        raise UnsupportedInputError(
-            f"attention_mask has shape {tuple(mask.shape)}; expected ({rows}, {total}): {cached} cached and {new} new "
-            "tokens"
-        )
+    check_shape(mask, rows=rows, cached=cached, new=new)
     first, ones = padding_of(mask)
     for row in range(rows):
         if not ones[row]:

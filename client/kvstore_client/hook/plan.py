@@ -17,15 +17,17 @@ _ROPE_WITH_REGIMES = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Shapes and limits of a model that can be served. `max_positions` is 0 when the config has no limit."""
+    """Shapes, limits and device of a model that can be served. `max_positions` is 0 when the config has no limit."""
 
     name: str
     layers: int
+    query_heads: int
     kv_heads: int
     k_dim: int
     v_dim: int
     dtype: str
     max_positions: int
+    device: torch.device
 
     @property
     def layer_group(self) -> str:
@@ -86,17 +88,19 @@ def model_plan(model: Any) -> ModelPlan:
     check_ready(model)
     _check_layers(name, config)
     _check_attention(name, model)
-    _check_placement(name, model)
+    device = _device_of(name, model)
     heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     return ModelPlan(
         name=name,
         layers=int(config.num_hidden_layers),
+        query_heads=int(config.num_attention_heads),
         kv_heads=heads,
         k_dim=head_dim,
         v_dim=head_dim,
         dtype=_DTYPES[model.dtype],
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
+        device=device,
     )
 
 
@@ -163,13 +167,22 @@ def _check_attention(name: str, model: PreTrainedModel) -> None:
         )
 
 
-def _check_placement(name: str, model: PreTrainedModel) -> None:
+def _device_of(name: str, model: PreTrainedModel) -> torch.device:
+    """The one device that all parameters lie on."""
     devices = sorted({str(p.device) for p in model.parameters()})
-    if devices != ["cpu"]:
+    if len(devices) > 1:
         raise UnsupportedModelError(
-            f"{name} has parameters on {', '.join(devices)}; this version serves models on the CPU: model.to('cpu')"
+            f"{name} has parameters on {', '.join(devices)}; this version serves models that lie on one device: load "
+            f"it with device_map={devices[-1]!r}, or call model.to({devices[-1]!r})"
+        )
+    device = torch.device(devices[0])
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(
+            f"{name} has its parameters on {device}; this version serves models on the CPU or on one CUDA device: "
+            "load its weights there before attach()"
         )
     if model.dtype not in _DTYPES:
         raise UnsupportedModelError(
             f"{name} has dtype {model.dtype}; expected float32, bfloat16 or float16: model.to(torch.bfloat16)"
         )
+    return device

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
+
+import torch
 
 from kvstore_client.blocks import Block, Match
 from kvstore_client.hook.cache import KVStoreCache
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore_client.hook.seam import RequestLike, StoreLike
     from kvstore_client.namespace import Namespace
 
+_CPU = torch.device("cpu")
 # No wait for another worker lasts longer, whatever the estimate.
 MAX_WAIT_S = 30.0
 _WAIT_SLICE_MS = 500
@@ -29,21 +34,25 @@ def open_cache(
     namespace: Namespace,
     prompt: Prompt,
     *,
+    device: torch.device = _CPU,
     keep_last: bool = True,
     repeats: int = 1,
     tokens_per_s: float | None = None,
     salt: bytes = b"",
+    background: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> KVStoreCache:
     """A cache with the prompt's held prefix, slots reserved for the rest; its `report` says what was found.
 
-    `keep_last`: leave at least the last token to compute. `repeats`: rows that will be made of each (beams).
-    `tokens_per_s`: how fast this worker computes a prompt, which bounds the wait for another one that is at it.
+    `device`: where the model computes. `keep_last`: leave at least the last token to compute. `repeats`: rows that
+    will be made of each (beams). `tokens_per_s`: how fast this worker computes a prompt, which bounds the wait for
+    another one that is at it. `background`: returns while slots are being reserved; the cache is filled at its first
+    use, which then raises what would have been raised here.
     Raises LocalBudgetExceeded when not even the used part of a block can be copied.
     """
     report = HitReport(path="kvstore", rows=[RowReport(prompt_tokens=len(ids)) for ids in prompt.ids])
     request = store.open_request(namespace)
-    pool = BlockPool(request, namespace)
+    pool = BlockPool(request, namespace, device)
     state = CacheState(pool, clock)
     cache = KVStoreCache(state)
     try:
@@ -53,54 +62,106 @@ def open_cache(
         for row, ids in zip(state.rows, prompt.ids, strict=True):
             row.ids = ids
             row.chain = chain_digests(ids, pool.block_tokens, salt=salt)
-        matches = _match_and_reserve(request, state, prompt, report, repeats, tokens_per_s, clock)
-        size = pool.block_tokens
-        past = min(
-            start + min(len(match.blocks) * size, len(ids) - (1 if keep_last else 0))
-            for start, ids, match in zip(prompt.starts, prompt.ids, matches, strict=True)
-        )
-        state.adopt(past, [match.blocks for match in matches])
-        _describe(state, matches, report)
+        opening = _Opening(request, prompt, report, keep_last=keep_last, tokens_per_s=tokens_per_s, clock=clock)
+        opening.look_up(state, repeats, background=background)
+        if background:
+            state.opening = opening
+        else:
+            opening.fill(state)
     except BaseException:
         cache.close()
         raise
     return cache
 
 
-def _match_and_reserve(
-    request: RequestLike,
-    state: CacheState,
-    prompt: Prompt,
-    report: HitReport,
-    repeats: int,
-    tokens_per_s: float | None,
-    clock: Callable[[], float],
-) -> list[Match]:
-    began = clock()
-    chains = [b"".join(row.chain) for row in state.rows]
-    matches = request.match(chains) if any(chains) else [Match() for _ in chains]
-    waiting = clock()
-    missing = max(
-        len(ids) - len(match.blocks) * state.block_tokens for ids, match in zip(prompt.ids, matches, strict=True)
-    )
-    deadline = waiting + min(MAX_WAIT_S, missing / tokens_per_s if tokens_per_s else 0.0)
-    matches = _wait(request, chains, matches, deadline, clock)
-    report.wait_ms += (clock() - waiting) * 1e3
+class _Opening:
+    """What happens between a look-up and a filled cache. Holds no cache, so that a dropped one goes at once.
 
-    reserved = _reserve(request, state, matches, repeats)
-    if _IN_FLIGHT in reserved.values() and clock() < deadline:
-        # Somebody began between our look-up and our reservation.
+    Invariants: the reservation is asked for once, in a thread of its own if the caller has better things to do than to
+    wait; `fill` waits for it, and for other workers' blocks until the deadline.
+    """
+
+    def __init__(
+        self,
+        request: RequestLike,
+        prompt: Prompt,
+        report: HitReport,
+        *,
+        keep_last: bool,
+        tokens_per_s: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._report = report
+        self._keep_last = keep_last
+        self._tokens_per_s = tokens_per_s
+        self._clock = clock
+        self._matches: list[Match] = []
+        self._deadline = 0.0
+        self._reserved: Future[dict[bytes, str]] = Future()
+
+    def look_up(self, state: CacheState, repeats: int, *, background: bool) -> None:
+        """Leases what is held, and asks for slots for the rest."""
+        request, clock = self._request, self._clock
+        began = clock()
+        chains = _chains(state)
+        matches = request.match(chains) if any(chains) else [Match() for _ in chains]
         waiting = clock()
-        before = matches
-        matches = request.match(chains)
-        matches = _wait(request, chains, matches, deadline, clock)
-        report.wait_ms += (clock() - waiting) * 1e3
-        _unreserve(request, state, before, matches, reserved)
-    state.held_elsewhere = {digest for digest, status in reserved.items() if status == _COMMITTED}
-    for row, match in zip(state.rows, matches, strict=True):
-        state.held_elsewhere.update(row.chain[: len(match.blocks)])
-    report.match_ms = (clock() - began) * 1e3
-    return matches
+        missing = max(
+            len(ids) - len(match.blocks) * state.block_tokens
+            for ids, match in zip(self._prompt.ids, matches, strict=True)
+        )
+        rate = self._tokens_per_s
+        self._deadline = waiting + min(MAX_WAIT_S, missing / rate if rate else 0.0)
+        self._matches = _wait(request, chains, matches, self._deadline, clock)
+        self._report.wait_ms += (clock() - waiting) * 1e3
+        wanted, anonymous = _wanted(state, self._matches, repeats)
+        if background:
+            thread = threading.Thread(target=self._reserve, args=(wanted, anonymous), name="kvstore-reserve")
+            thread.daemon = True
+            thread.start()
+        else:
+            self._reserve(wanted, anonymous)
+        self._report.match_ms = (clock() - began) * 1e3
+
+    def _reserve(self, wanted: list[list[bytes]], anonymous: int) -> None:
+        try:
+            statuses = self._request.reserve([b"".join(digests) for digests in wanted], anonymous)
+        except BaseException as error:  # noqa: BLE001  raised by `fill`, in the caller's thread
+            self._reserved.set_exception(error)
+        else:
+            digests = [digest for row in wanted for digest in row]
+            self._reserved.set_result(dict(zip(digests, statuses, strict=False)))
+
+    def fill(self, state: CacheState) -> None:
+        """Puts the held prefix into the cache's rows. Raises LocalBudgetExceeded."""
+        request, clock, report = self._request, self._clock, self._report
+        began = clock()
+        # The call behind it has a deadline of its own.
+        reserved = self._reserved.result()
+        if _IN_FLIGHT in reserved.values() and clock() < self._deadline:
+            # Somebody began between our look-up and our reservation.
+            waiting = clock()
+            before, chains = self._matches, _chains(state)
+            self._matches = _wait(request, chains, request.match(chains), self._deadline, clock)
+            report.wait_ms += (clock() - waiting) * 1e3
+            _unreserve(request, state, before, self._matches, reserved)
+        matches = self._matches
+        state.held_elsewhere = {digest for digest, status in reserved.items() if status == _COMMITTED}
+        for row, match in zip(state.rows, matches, strict=True):
+            state.held_elsewhere.update(row.chain[: len(match.blocks)])
+        report.match_ms += (clock() - began) * 1e3
+        past = min(
+            start + min(len(match.blocks) * state.block_tokens, len(ids) - (1 if self._keep_last else 0))
+            for start, ids, match in zip(self._prompt.starts, self._prompt.ids, matches, strict=True)
+        )
+        state.adopt(past, [match.blocks for match in matches])
+        _describe(state, matches, report)
+
+
+def _chains(state: CacheState) -> list[bytes]:
+    return [b"".join(row.chain) for row in state.rows]
 
 
 def _wait(
@@ -123,20 +184,19 @@ def _wait(
     return matches
 
 
-def _reserve(request: RequestLike, state: CacheState, matches: Sequence[Match], repeats: int) -> dict[bytes, str]:
-    """Reserves a slot for every block that will be computed; the status of each digest for which it is one."""
-    chains: list[bytes] = []
-    digests: list[bytes] = []
+def _wanted(state: CacheState, matches: Sequence[Match], repeats: int) -> tuple[list[list[bytes]], int]:
+    """Digests of the blocks that each row will compute, each once; and how many more slots will be needed."""
+    wanted: list[list[bytes]] = []
+    seen: set[bytes] = set()
     anonymous = 0
     for row, match in zip(state.rows, matches, strict=True):
-        wanted = [digest for digest in row.chain[len(match.blocks) :] if digest not in digests]
-        digests += wanted
-        chains.append(b"".join(wanted))
+        own = [digest for digest in row.chain[len(match.blocks) :] if digest not in seen]
+        seen.update(own)
+        wanted.append(own)
         # Repeated blocks, a batch's blocks beyond the shared past, the copied last block, and what comes next.
-        anonymous += len(row.chain) - len(match.blocks) - len(wanted)
+        anonymous += len(row.chain) - len(match.blocks) - len(own)
         anonymous += repeats * (1 + BLOCKS_AHEAD)
-    statuses = request.reserve(chains, anonymous)
-    return dict(zip(digests, statuses, strict=False))
+    return wanted, anonymous
 
 
 def _unreserve(

@@ -39,7 +39,8 @@ def local_cache(plan: ModelPlan, codec_plan: CodecPlan, *, max_blocks: int = 64)
         layout=layout,
         shard=Shard(plan.layer_group, 0, plan.kv_heads),
     )
-    pool = BlockPool(LocalRequest(layout, max_blocks=max_blocks), Namespace(identity, codec_plan))
+    request = LocalRequest(layout, max_blocks=max_blocks, device=plan.device)
+    pool = BlockPool(request, Namespace(identity, codec_plan), plan.device)
     return KVStoreCache(CacheState(pool))
 
 
@@ -55,6 +56,7 @@ def self_check(model: PreTrainedModel, plan: ModelPlan) -> float:
     ids = torch.arange(2 * longest).mul(7919).add(13).remainder(vocabulary).view(2, longest)
     mask = torch.ones(2, longest, dtype=torch.int64)
     mask[1, : longest - lengths[1]] = 0
+    ids, mask = ids.to(plan.device), mask.to(plan.device)
     with torch.no_grad(), local_cache(plan, CodecPlan("passthrough", {}, "self-check")) as ours:
         native = DynamicCache(config=model.config)
         expected, chosen = _run(model, ids, mask, native, None)
@@ -86,5 +88,5 @@ def _run(
         logits.append(out.logits[mask[:, -ids.shape[1] :].bool()])
         ids = out.logits[:, -1:].argmax(-1) if forced is None else forced[step]
         chosen.append(ids)
-        mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+        mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
     return torch.cat(logits), chosen

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from kvstore_kernels.table import BlockTable
 
 from kvstore_client.blocks import NO_PARENT
 from kvstore_client.hook.errors import CacheStateError, UnsupportedInputError
-from kvstore_client.hook.masks import row_starts
-from kvstore_client.hook.rows import BlockPool, Held, Row
+from kvstore_client.hook.padding import Padding
+from kvstore_client.hook.rows import BlockPool, Held, Row, make_room, read_layer
 from kvstore_client.hook.step import Step, Stored
+from kvstore_client.hook.streams import current_stream, work_so_far
 
 if TYPE_CHECKING:
     from kvstore_client.blocks import Block
     from kvstore_client.hook.report import HitReport
+    from kvstore_client.hook.seam import OpeningLike
 
 # Slots kept ready for each row, so that a step never waits for one.
 BLOCKS_AHEAD = 2
-# Where served models live (see plan.py); the blocks' slabs alike.
-_DEVICE = "cpu"
 
 
 class CacheState:
@@ -31,11 +31,13 @@ class CacheState:
     Invariants: `length` batch positions are cached in every layer (padding counts); row r holds
     max(0, length - start) tokens, and at least the blocks for them; `table` mirrors the rows' blocks. A forward pass
     takes all its blocks in `begin`, before anything is computed, and counts only when its last layer is written.
-    One thread at a time; copies may live in other threads.
+    A decode step never waits for the device. One thread at a time; copies may live in other threads.
     """
 
     def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
         self.pool = pool
+        self.opening: OpeningLike | None = None  # to be ended before the first use
+        self.device = pool.device
         self.codec = pool.codec
         self.block_tokens = pool.block_tokens
         self.layers = pool.namespace.layout.layers
@@ -55,6 +57,8 @@ class CacheState:
         # The first forward pass is given the full ids; the cached ones are to be cut off.
         self.full_ids_next = False
         self.reused = False
+        self.padding = Padding(pool.device)
+        self._stream: torch.cuda.Stream | None = None  # where the last pass was sent to
         self.report: HitReport | None = None
         # The report is of the look-up that filled this cache, and no request has run on it yet.
         self.fresh_report = False
@@ -65,8 +69,15 @@ class CacheState:
         self.committed = 0
         pool.open_cache()
 
+    def ready(self) -> None:
+        """Ends what a look-up began. Raises LocalBudgetExceeded, or a ServiceError of a store that is `required`."""
+        if self.opening is not None:
+            opening, self.opening = self.opening, None
+            opening.fill(self)
+
     def seq_length(self, layer: int = 0) -> int:
         """Batch positions cached in a layer."""
+        self.ready()
         step = self.step
         return self.length + (step.q if step is not None and not step.finished and layer < step.done else 0)
 
@@ -108,7 +119,7 @@ class CacheState:
         LocalBudgetExceeded; the cache is then what it was.
         """
         self.check_open()
-        if torch.is_autocast_enabled(_DEVICE):
+        if torch.is_autocast_enabled(self.device.type):
             raise UnsupportedInputError(
                 "torch.autocast is active: K and V would be computed in another dtype than the model's, for which this "
                 "cache was made; call the model outside of it"
@@ -120,17 +131,21 @@ class CacheState:
                 "drop what it wrote"
             )
         self._fit_rows(rows)
-        starts = row_starts(
-            mask, rows=rows, cached=self.length, new=q, known=[row.start for row in self.rows], fixed=self.armed
-        )
+        known = [row.start for row in self.rows]
+        starts = self.padding.starts(mask, rows=rows, cached=self.length, new=q, known=known, fixed=self.armed)
         if step is not None and not step.finished and step.q == q and step.starts == tuple(starts):
             return step
         self.step = None
+        self._stream = current_stream(self.device)
         for row, start in zip(self.rows, starts, strict=True):
             row.start = start
         took = self.make_room(q)
         assert self.table is not None
-        self.step = step = Step(self.codec, self.table, past=self.length, q=q, starts=starts, reused=self.reused)
+        mask, look = self.padding.mask_of(starts), not self.padding.looked_at
+        self.step = step = Step(
+            self.codec, self.table, past=self.length, q=q, starts=starts, mask=mask, reused=self.reused,
+            look_at_positions=look,
+        )  # fmt: skip
         for index, row in enumerate(self.rows):
             self.table.set_tokens(index, max(0, self.length + q - row.start))
         if took and self.length:
@@ -163,6 +178,7 @@ class CacheState:
 
     def _finish(self, step: Step) -> None:
         step.finished = True
+        self.padding.looked_at = True
         self.expandable = False
         known_so_far = self.armed and self.known == self.length
         self.length += step.q
@@ -210,28 +226,9 @@ class CacheState:
 
     def make_room(self, q: int) -> bool:
         """Every row gets writable blocks for its tokens up to length + q; True if any was taken."""
+        self.ready()
         assert self.table is not None
-        took = False
-        for index, row in enumerate(self.rows):
-            have = max(0, self.length - row.start)
-            want = max(0, self.length + q - row.start)
-            for block in range(have // self.block_tokens, -(-want // self.block_tokens)):
-                digest = row.chain[block] if self.armed and block < len(row.chain) else None
-                if block == len(row.blocks):
-                    held = self.pool.take(digest)
-                    row.blocks.append(held)
-                    self.table.append_block(index, held.block.slab, held.block.slot)
-                    took = True
-                    continue
-                used = max(0, have - block * self.block_tokens)
-                held = self.pool.own(row.blocks[block], used, digest)
-                if held is not row.blocks[block]:
-                    row.blocks[block] = held
-                    # What is written from here on isn't what was committed.
-                    row.sealed = min(row.sealed, block)
-                    self.table.replace_block(index, block, held.block.slab, held.block.slot)
-                    took = True
-        return took
+        return make_room(self.pool, self.rows, self.table, self.length, q, named=self.armed)
 
     # -- rows -------------------------------------------------------------------------------------------------
 
@@ -259,6 +256,7 @@ class CacheState:
         """Drops everything behind batch position `length`, and what an unfinished pass wrote."""
         self.check_open()
         self.step = None
+        self.padding.forget()
         length = max(0, min(length, self.length))
         for index, row in enumerate(self.rows):
             tokens = max(0, length - row.start)
@@ -287,6 +285,7 @@ class CacheState:
         self.length = self.known = 0
         self.step = None
         self.reused = False
+        self.padding = Padding(self.device)
         self.armed = False
 
     def release(self) -> None:
@@ -297,13 +296,14 @@ class CacheState:
         if self.closed:
             return
         self.closed = True
+        self.opening = None
         rows, table = self.rows, self.table
         self.rows = []
         self.table = self.step = None
         if table is not None:
             # Views of slabs, and whatever was compiled for the table and points back at it.
             table.view_cache.clear()
-        self.pool.close_cache(rows)
+        self.pool.close_cache(rows, work_so_far(self._stream))
 
     def fork(self) -> CacheState:
         """A copy that shares all blocks until one of the two writes."""
@@ -315,6 +315,7 @@ class CacheState:
         other.table = None if self.table is None else self.table.select_rows(range(len(self.rows)))
         other.length, other.known = self.length, self.known
         other.reused = self.reused
+        other.padding.looked_at = self.padding.looked_at
         other.held_elsewhere = set(self.held_elsewhere)
         other.report = self.report
         return other
@@ -322,14 +323,8 @@ class CacheState:
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's K and V dequantized: float32 [rows, kv_heads, length, dim], zeros where there is padding."""
         self.check_settled()
-        layout = self.pool.namespace.layout
-        keys = torch.zeros(len(self.rows), layout.kv_heads, self.length, layout.k_dim)
-        values = torch.zeros(len(self.rows), layout.kv_heads, self.length, layout.v_dim)
-        for index, row in enumerate(self.rows):
-            if self.table is not None and self.tokens(index):
-                k, v = self.codec.read(layer, self.table, index, 0, self.tokens(index))
-                keys[index, :, row.start :], values[index, :, row.start :] = k, v
-        return keys, values
+        tokens = [self.tokens(row) for row in range(len(self.rows))]
+        return read_layer(self.pool, self.table, layer, self.length, tokens)
 
     def _rebuild_table(self) -> None:
         self.table = BlockTable(len(self.rows), block_tokens=self.block_tokens)
@@ -339,7 +334,8 @@ class CacheState:
             self.table.set_tokens(index, self.tokens(index))
 
     def check_open(self) -> None:
-        """Raises CacheStateError on a closed cache."""
+        """Raises CacheStateError on a closed cache. Ends what a look-up began."""
+        self.ready()
         if self.closed:
             raise CacheStateError("this cache is closed, its blocks may be gone: make a new one with store.cache(...)")
 
@@ -350,5 +346,5 @@ class CacheState:
         if step is not None and not step.finished and step.done:
             raise CacheStateError(f"{step.done} of {self.layers} layers are written; finish the pass or call crop(0)")
 
-    def __repr__(self) -> Any:
+    def __repr__(self) -> str:
         return f"CacheState(rows={len(self.rows)}, length={self.length}, closed={self.closed})"

@@ -35,6 +35,7 @@ class Step:
         "fresh",
         "history",
         "inside",
+        "look_at_positions",
         "mask",
         "past",
         "q",
@@ -45,8 +46,18 @@ class Step:
     )
 
     def __init__(
-        self, codec: Codec, table: BlockTable, *, past: int, q: int, starts: Sequence[int], reused: bool
+        self,
+        codec: Codec,
+        table: BlockTable,
+        *,
+        past: int,
+        q: int,
+        starts: Sequence[int],
+        mask: torch.Tensor,
+        reused: bool,
+        look_at_positions: bool = True,
     ) -> None:
+        """`mask` is what the mask function returns: `starts` as int32 [rows, 1, 1, 1] on the compute device."""
         self.codec = codec
         self.table = table
         self.past = past
@@ -61,8 +72,10 @@ class Step:
         self.inside = inside if any(inside) else None
         self.targets = [RowTarget(skip, have) for skip, have in zip(inside, self.history, strict=True)]
         self.fresh = past == 0 or q > MAX_DECODE_TOKENS
-        # What the mask function returns and every layer must bring back: int32 [rows, 1, 1, 1].
-        self.mask = torch.tensor(self.starts, dtype=torch.int32).view(-1, 1, 1, 1)
+        # Every layer must bring it back.
+        self.mask = mask
+        # Whether positions on a CUDA device are worth waiting for; those on a CPU always are.
+        self.look_at_positions = look_at_positions
         self._checked = False
 
     def attend(
@@ -116,7 +129,12 @@ class Step:
         if extra.get("output_attentions"):
             raise UnsupportedInputError("the cache's attention keeps no weights: pass output_attentions=False")
         positions = extra.get("position_ids")
-        if isinstance(positions, torch.Tensor) and positions.dim() == 2:
+        if (
+            self.reused
+            and isinstance(positions, torch.Tensor)
+            and positions.dim() == 2
+            and (self.look_at_positions or positions.device.type == "cpu")
+        ):
             self._check_positions(positions)
         self._checked = True
 
@@ -128,7 +146,7 @@ class Step:
         end = self.past + self.q - 1
         # A row that is all padding up to here has no token yet, so its positions mean nothing.
         wrong = [row for row, start in enumerate(self.starts) if start <= end and last[row] != end - start]
-        if wrong and self.reused:
+        if wrong:
             row = wrong[0]
             raise UnsupportedInputError(
                 f"row {row} has {self.starts[row]} padding tokens and its last new token is at position {last[row]}; "

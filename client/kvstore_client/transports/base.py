@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,10 +11,10 @@ from kvstore_client.blocks import Block
 from kvstore_client.errors import BadReplyError
 
 if TYPE_CHECKING:
-    from kvstore_kernels.layout import BlockLayout
     from kvstore_proto.v1 import blocks_pb2 as pb
 
     from kvstore_client.link import Link
+    from kvstore_client.namespace import Namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +44,17 @@ class Transport(ABC):
 
     name: ClassVar[str]
     in_place: ClassVar[bool]
-    """Whether blocks are read and written where they lie. If not, a lease may end as soon as it is received."""
+    """Whether blocks are read where they lie. If not, a lease may end as soon as it is received."""
 
     @abstractmethod
-    def receive(self, link: Link, layout: BlockLayout, lease: pb.Lease) -> Receipt:
+    def receive(self, link: Link, namespace: Namespace, lease: pb.Lease) -> Receipt:
         """Makes a lease's blocks readable, checksums compared. Raises a ServiceError when not a single one is."""
 
     @abstractmethod
-    def send(self, link: Link, layout: BlockLayout, moves: Sequence[tuple[Block, SlotRef]]) -> int:
-        """Copies blocks into private slots of this session. Bytes sent. Raises a ServiceError."""
+    def send(self, link: Link, namespace: Namespace, moves: Sequence[tuple[Block, SlotRef]]) -> int:
+        """Copies complete blocks into private slots of this session; done when it returns. Bytes sent. Raises a
+        ServiceError.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class TransportSet:
     """The transports of one store."""
 
     fd: Transport
+    cuda_ipc: Transport
     bytes: Transport
 
 
@@ -73,18 +75,3 @@ def check_lease(lease: pb.Lease, asked: int) -> None:
             f"lease {lease.lease_id} names {count} slots, {len(lease.slab_ids)} slabs and {len(lease.checksums)} "
             f"checksums for {asked} blocks; nothing of it was used"
         )
-
-
-def matches_checksum(block: Block, layout: BlockLayout, expected: int, receipt: Receipt) -> bool:
-    """Whether a block's bytes have the checksum they were committed with."""
-    started = time.perf_counter()
-    same = checksum_of(block, layout) == expected
-    receipt.verify_s += time.perf_counter() - started
-    return same
-
-
-def checksum_of(block: Block, layout: BlockLayout) -> int:
-    """The checksum of a block's bytes; numpy computes it without holding the interpreter."""
-    from kvstore_kernels.checksum import block_checksum
-
-    return block_checksum(block.slab.slot_buffer(block.slot)[: layout.block_bytes])

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvstore_proto.v1 import blocks_pb2 as pb
 
+from kvstore_client.block_bytes import HostFiller, checksums_of, host_copies
 from kvstore_client.blocks import Block
 from kvstore_client.errors import BadReplyError, LocalBudgetExceeded
 from kvstore_client.local import LocalSlabs
-from kvstore_client.transports.base import Receipt, SlotRef, Transport, matches_checksum
+from kvstore_client.transports.base import Receipt, SlotRef, Transport
 
 if TYPE_CHECKING:
     from kvstore_kernels.layout import BlockLayout
 
     from kvstore_client.link import Link
+    from kvstore_client.namespace import Namespace
 
 CHUNK_BYTES = 512 * 1024
 
@@ -34,13 +37,14 @@ class BytesTransport(Transport):
         self._base_s = base_s
         self._bytes_per_s = bytes_per_s
 
-    def receive(self, link: Link, layout: BlockLayout, lease: pb.Lease) -> Receipt:
+    def receive(self, link: Link, namespace: Namespace, lease: pb.Lease) -> Receipt:
         """The blocks before the first that is damaged or finds no room. They belong to the caller, who frees them."""
         receipt = Receipt()
+        layout = namespace.layout
         targets: list[Block] = []
         for _ in lease.slots:
             try:
-                targets.append(self._local.take(layout))
+                targets.append(self._local.take(layout, namespace.compute_device))
             except LocalBudgetExceeded:
                 receipt.reason = "local-budget"
                 break
@@ -49,20 +53,23 @@ class BytesTransport(Transport):
             if targets:
                 self._download(link, layout, lease.lease_id, targets)
                 receipt.nbytes = len(targets) * layout.block_bytes
-            for index, block in enumerate(targets):
-                if not matches_checksum(block, layout, lease.checksums[index], receipt):
-                    receipt.reason = "damaged"
-                    receipt.damaged.append(index)
-                    break
-                good += 1
+            started = time.perf_counter()
+            sums = checksums_of(targets, layout)
+            receipt.verify_s += time.perf_counter() - started
+            pairs = zip(sums, lease.checksums, strict=False)
+            good = next((i for i, (found, expected) in enumerate(pairs) if found != expected), len(targets))
+            if good < len(targets):
+                receipt.reason = "damaged"
+                receipt.damaged.append(good)
         finally:
             for block in targets[good:]:
                 self._local.free(block)
         receipt.blocks = targets[:good]
         return receipt
 
-    def send(self, link: Link, layout: BlockLayout, moves: Sequence[tuple[Block, SlotRef]]) -> int:
+    def send(self, link: Link, namespace: Namespace, moves: Sequence[tuple[Block, SlotRef]]) -> int:
         """One stream for all blocks."""
+        layout = namespace.layout
         nbytes = layout.block_bytes * len(moves)
         reply = link.call(
             "WriteBlocks", link.blocks.WriteBlocks, lambda: _chunks(layout, moves), self._deadline_s(nbytes)
@@ -78,7 +85,7 @@ class BytesTransport(Transport):
             timeout_s = self._deadline_s(layout.block_bytes * len(targets))
             pieces = link.blocks.ReadBlocks(request, timeout=timeout_s, metadata=link.metadata)
             try:
-                _fill(pieces, layout.block_bytes, targets)
+                _fill(pieces, layout, targets)
             finally:
                 pieces.cancel()
 
@@ -88,8 +95,10 @@ class BytesTransport(Transport):
         return self._base_s + nbytes / self._bytes_per_s
 
 
-def _fill(pieces: Iterator[pb.ReadBlocksResponse], block_bytes: int, targets: list[Block]) -> None:
+def _fill(pieces: Iterator[pb.ReadBlocksResponse], layout: BlockLayout, targets: list[Block]) -> None:
     """Writes pieces to where they belong; they must come in order and without gaps."""
+    block_bytes = layout.block_bytes
+    filler = HostFiller(layout)
     position = 0
     for piece in pieces:
         index, offset = divmod(position, block_bytes)
@@ -98,17 +107,21 @@ def _fill(pieces: Iterator[pb.ReadBlocksResponse], block_bytes: int, targets: li
                 f"a piece of {len(piece.data)} bytes at {piece.offset} of block {piece.block}; expected block {index} "
                 f"from {offset} on; nothing of it was used"
             )
-        target = targets[index]
-        target.slab.slot_buffer(target.slot)[offset : offset + len(piece.data)] = piece.data
+        if offset == 0:
+            into = filler.begin(targets[index])
+        into[offset : offset + len(piece.data)] = piece.data
         position += len(piece.data)
+        if offset + len(piece.data) == block_bytes:
+            filler.end(targets[index])
         if position == block_bytes * len(targets):
+            filler.finish()
             return
     raise BadReplyError(f"the service sent {position} of {block_bytes * len(targets)} bytes; nothing of it was used")
 
 
 def _chunks(layout: BlockLayout, moves: Sequence[tuple[Block, SlotRef]]) -> Iterator[pb.WriteBlocksRequest]:
-    for source, ref in moves:
-        payload = source.slab.slot_buffer(source.slot)
+    payloads = host_copies([source for source, _ in moves], layout)
+    for payload, (_, ref) in zip(payloads, moves, strict=True):
         for offset in range(0, layout.block_bytes, CHUNK_BYTES):
             yield pb.WriteBlocksRequest(
                 slab_id=ref.slab_id,

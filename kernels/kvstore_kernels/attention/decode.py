@@ -14,6 +14,7 @@ from kvstore_kernels.attention.tiles import BlockTile, finish_scores, hide, sink
 from kvstore_kernels.codecs.base import Codec
 from kvstore_kernels.compiled import compiled_step
 from kvstore_kernels.errors import LayoutError
+from kvstore_kernels.gpu import device_step
 from kvstore_kernels.scratch import SCORE_NUMBERS
 from kvstore_kernels.table import ROW_PLAN, BlockTable
 
@@ -37,6 +38,9 @@ def decode_attention(
     Raises UnsupportedAttentionError naming the option, LayoutError on shapes.
     """
     layout = codec.layout
+    if query.device.type != "cpu":
+        step = device_step(codec, table, query.device)
+        return step.attend(table, query, layer, scaling, softcap, sliding_window, sinks)
     if softcap is None and sinks is None and sliding_window is None and table.rows == 1 and not torch.is_grad_enabled():
         # The usual step of one row: whoever made the plan checked everything but the query's shape.
         plan = _made_plan(table, query, codec)
@@ -49,9 +53,9 @@ def decode_attention(
         raise LayoutError(f"query of {rows} rows on a table of {table.rows}")
     with torch.no_grad():
         if length == 1 and options.plain(table.token_counts):
-            step = compiled_step(codec, table)
-            if step is not None:
-                return step.attend(table, query, layer, options.group, scaling).to(query.dtype)
+            compiled = compiled_step(codec, table)
+            if compiled is not None:
+                return compiled.attend(table, query, layer, options.group, scaling).to(query.dtype)
         if rows == 1 and length == 1 and table.tokens(0):
             grouped = query.detach().float().reshape(layout.kv_heads, options.group, layout.k_dim)
             out = _attend(grouped, codec, layer, table, 0, options, 1)

@@ -13,6 +13,7 @@ from kvstore_kernels.attention.softmax import OnlineSoftmax
 from kvstore_kernels.attention.tiles import BlockTile, finish_scores, hide, sink_rows
 from kvstore_kernels.codecs.base import Codec
 from kvstore_kernels.errors import LayoutError
+from kvstore_kernels.gpu import device_step
 from kvstore_kernels.scratch import SCORE_NUMBERS, scratch
 from kvstore_kernels.table import BlockTable
 
@@ -58,6 +59,14 @@ def prefill_attention(
         stock = options.softcap is None and options.sinks is None and layout.k_dim == layout.v_dim
         if stock and not any(pasts) and not any(begins) and options.first_visible(length - 1) == 0:
             return _stock(query, key, value, options)
+        on_device = query.device.type != "cpu"
+        # Rows without a history are best left to torch, one by one where they are padded.
+        if on_device and not (stock and not any(pasts) and options.first_visible(length - 1) == 0):
+            if table is None:
+                # No history: a table without blocks.
+                table = BlockTable(rows, block_tokens=layout.block_tokens)
+            step = device_step(codec, table, query.device)
+            return step.prefill(table, query, key, value, layer, options, begins, pasts)
         result = query.new_zeros(rows, length, query_heads, layout.v_dim)
         for row, (begin, past) in enumerate(zip(begins, pasts, strict=True)):
             used = length - begin

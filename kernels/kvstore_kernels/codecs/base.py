@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -12,8 +12,10 @@ from kvstore_kernels.codecs.placement import pieces, token_place
 from kvstore_kernels.codecs.plan import CodecPlan
 from kvstore_kernels.compiled import compiled_step
 from kvstore_kernels.errors import LayoutError, PlanError, TableError
+from kvstore_kernels.gpu import device_step
 from kvstore_kernels.layout import BlockLayout
 from kvstore_kernels.scratch import TILE_NUMBERS
+from kvstore_kernels.slab import Slab
 from kvstore_kernels.table import BlockPlace, BlockTable
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,8 +59,20 @@ class Codec(ABC):
         self.tile_blocks = max(
             1, TILE_NUMBERS // (layout.kv_heads * max(layout.k_dim, layout.v_dim) * layout.block_tokens)
         )
-        # Input numbers that were inf or NaN and were stored as if they were the channel's shift (0 for V), by layer.
-        self.nonfinite_by_layer = [0] * layout.layers
+        self._nonfinite = [0] * layout.layers
+        # What this codec keeps on CUDA devices: a DeviceCodec each.
+        self.on_devices: dict[torch.device, Any] = {}
+
+    @property
+    def nonfinite_by_layer(self) -> list[int]:
+        """Input numbers that were inf or NaN and were stored as if they were the channel's shift (0 for V), by layer.
+
+        Waits for the devices that counted some.
+        """
+        counts = list(self._nonfinite)
+        for on in list(self.on_devices.values()):
+            counts = [known + more for known, more in zip(counts, on.nonfinite.tolist(), strict=True)]
+        return counts
 
     @property
     def nonfinite(self) -> int:
@@ -79,7 +93,10 @@ class Codec(ABC):
         a row. The table must have blocks for the tokens (capacity); its token counts are neither read nor changed.
         Raises TableError past the row's blocks or on read-only memory, LayoutError on shapes or dtypes.
         """
-        length = self._checked_length(layer, k, v, table, row_targets)
+        if k.device.type != "cpu":
+            device_step(self, table, k.device).append(table, layer, k, v, row_targets)
+            return
+        length = self.checked_length(layer, k, v, table, row_targets)
         k, v = k.detach(), v.detach()
         step = compiled_step(self, table)
         if step is not None and step.append(table, layer, k, v, row_targets):
@@ -109,9 +126,15 @@ class Codec(ABC):
     def read(
         self, layer: int, table: BlockTable, row: int, start: int = 0, stop: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row's tokens [start, stop) (default: all), dequantized: float32 [kv_heads, n, k_dim] and [.., v_dim]."""
+        """The row's tokens [start, stop) (default: all), dequantized: float32 [kv_heads, n, k_dim] and [.., v_dim].
+
+        On the CUDA device that holds blocks of the table, if one does; else on the CPU.
+        """
         layout = self.layout
         tokens = (table.tokens(row) if stop is None else stop) - start
+        device = table.device
+        if device.type != "cpu":
+            return device_step(self, table, device).read(table, row, layer, start, tokens, torch.float32)
         k = torch.empty(layout.kv_heads, tokens, layout.k_dim)
         v = torch.empty(layout.kv_heads, tokens, layout.v_dim)
         for slab, slot, _, inside, at, count in pieces(table, row, start, tokens, 1):
@@ -132,10 +155,17 @@ class Codec(ABC):
         src.slab.check_slot(src.slot)
         dst.slab.check_slot(dst.slot)
         targets = dst.slab.block_views(self.layout)
-        for name, view in src.slab.block_views(self.layout).items():
+        if src.slab.device == dst.slab.device:
+            sources, source_slot = src.slab.block_views(self.layout), src.slot
+        else:
+            # Between devices one copy of the whole slot is quicker than many small ones.
+            staged = Slab.allocate(src.slab.slot_bytes, 1, device=dst.slab.device)
+            staged.data.copy_(src.slab.slot_tensor(src.slot))
+            sources, source_slot = staged.block_views(self.layout), 0
+        for name, view in sources.items():
             # Tokens are the last axis of V codes and of scales, the last but one of K codes.
             axis = -2 if name == "k_codes" else -1
-            source = view[src.slot].narrow(axis, 0, count)
+            source = view[source_slot].narrow(axis, 0, count)
             targets[name][dst.slot].narrow(axis, 0, count).copy_(source)
 
     @abstractmethod
@@ -154,6 +184,10 @@ class Codec(ABC):
     def code_constants(self) -> tuple[float, float, float, float]:
         """Of scaled codecs: largest code, smallest and largest scale, and what is added to a scale to round it up."""
         return (1.0, 1.0, 1.0, 0.0)
+
+    def statics(self) -> tuple[torch.Tensor, ...]:
+        """Of scaled codecs: K's shift, scale and inverse scale, float32 [layers, kv_heads, k_dim] on the CPU."""
+        return ()
 
     def static_addresses(self, layer: int) -> tuple[int, int]:  # noqa: ARG002
         """Of scaled codecs: addresses of a layer's K shift and inverse K scale, float32 [kv_heads, k_dim]."""
@@ -239,7 +273,7 @@ class Codec(ABC):
         if scales is not None:
             views[f"{which}_scales"][slot, :, used].copy_(scales[:, :, 0])
 
-    def _checked_length(
+    def checked_length(
         self,
         layer: int,
         k: torch.Tensor,
@@ -247,6 +281,7 @@ class Codec(ABC):
         table: BlockTable,
         row_targets: Sequence[RowTarget | tuple[int, int]],
     ) -> int:
+        """L, when everything fits what `write` asks for; LayoutError otherwise."""
         layout = self.layout
         if not 0 <= layer < layout.layers:
             raise LayoutError(f"layer {layer}: expected 0 to {layout.layers - 1}")

@@ -43,6 +43,7 @@ class Int8Codec(Codec):
         shift, scale = plan.tensor("k_shift", shape), plan.tensor("k_scale", shape)
         if not bool((scale > 0).all()):
             raise PlanError("codec plan tensor 'k_scale' has numbers that are not positive; calibrate this model again")
+        self._whole = (shift, scale, scale.reciprocal())
         # [kv_heads, 1, k_dim] for each layer, so that they broadcast over tokens.
         self._shift = [item.unsqueeze(1) for item in shift]
         self._scale = [item.unsqueeze(1) for item in scale]
@@ -70,6 +71,10 @@ class Int8Codec(Codec):
     def code_constants(self) -> tuple[float, float, float, float]:
         """Largest code, smallest and largest scale, and what is added to a scale to round it up."""
         return (float(_CODE_MAX), _SMALLEST_SCALE, _LARGEST_SCALE, _ROUND_UP)
+
+    def statics(self) -> tuple[torch.Tensor, ...]:
+        """K's shift, scale and inverse scale, float32 [layers, kv_heads, k_dim] on the CPU."""
+        return self._whole
 
     def static_addresses(self, layer: int) -> tuple[int, int]:
         """Addresses of the layer's K shift and inverse K scale, float32 [kv_heads, k_dim]."""
@@ -122,7 +127,7 @@ class Int8Codec(Codec):
         count = int(bad.sum())
         if count:
             with self._count_lock:
-                self.nonfinite_by_layer[layer] += count
+                self._nonfinite[layer] += count
         # Finite input may have become infinite on its way through shift and scale: it saturates.
         finite = values.float().nan_to_num(nan=0.0, posinf=3e38, neginf=-3e38)
         return finite.masked_fill_(bad, 0.0)

@@ -9,6 +9,7 @@ import numpy as np
 from numba import boolean, carray, int64, njit, types
 
 from kvstore_kernels.compiled.memory import EXACT, dimensions_of, half_bits, half_number, pointer
+from kvstore_kernels.compiled.turn import turn_bytes
 
 # What a write is told of its input, int64 [8], in this order: rows, tokens, and of k, then of v: numbers from one row,
 # head and token to the next.
@@ -61,6 +62,8 @@ def append_function(
         inverse = carray(pointer(inverse_at, types.float32), (heads, k_dim))
         tile = np.empty((size, max(k_dim, v_dim)), np.float32)
         tile_bits = tile.view(np.int32)
+        # V's codes of a block, still token by token.
+        small = np.empty((size, v_dim), code)
         for row in range(rows):
             token = skips[row]
             target = starts[row]
@@ -112,10 +115,13 @@ def append_function(
                             halves[place + t] = bits
                             share = np.float32(1.0) / half_number(bits)
                             for d in range(v_dim):
-                                tile[t, d] = np.rint(tile[t, d] * share)
-                    for d in range(v_dim):
-                        for t in range(count):
-                            turned[d, place + t] = tile[t, d]
+                                small[t, d] = np.int8(np.rint(tile[t, d] * share))
+                    if scaled:
+                        turn_bytes(small, turned, place, count)
+                    else:
+                        for d in range(v_dim):
+                            for t in range(count):
+                                turned[d, place + t] = tile[t, d]
                 token += count
                 target += count
         return True

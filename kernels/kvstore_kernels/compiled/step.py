@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvstore_kernels.errors import TableError
+from kvstore_kernels.heap import keep_freed_memory
 from kvstore_kernels.table import ALL_ROWS, COMPILED_STEP, BlockTable
 
 try:
@@ -47,8 +48,9 @@ def compiled_reason(codec: Codec) -> str:
 def prepare(codec: Codec) -> str:
     """Compiles what decode steps of this codec need: seconds once for a machine, then numba's cache has it.
 
-    Returns `compiled_reason`.
+    Also readies the heap. Returns `compiled_reason`.
     """
+    keep_freed_memory()
     reason = compiled_reason(codec)
     if not reason:
         attend_function(codec.scaled)

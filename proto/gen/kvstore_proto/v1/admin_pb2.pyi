@@ -134,6 +134,9 @@ class DeviceStats(_message.Message):
     SLOTS_CONDEMNED_FIELD_NUMBER: _builtins.int
     SLABS_LIVE_FIELD_NUMBER: _builtins.int
     SLABS_DRAINING_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    BLOCKS_PINNED_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """"cpu", "cuda:0", ..."""
     budget_bytes: _builtins.int
@@ -152,6 +155,12 @@ class DeviceStats(_message.Message):
     """Slabs in use."""
     slabs_draining: _builtins.int
     """Slabs that wait for their mappings to go."""
+    memory: _builtins.str
+    """See Welcome.memory."""
+    device_uuid: _builtins.bytes
+    """See Welcome.device_uuid."""
+    blocks_pinned: _builtins.int
+    """Pinned blocks."""
     def __init__(
         self,
         *,
@@ -164,10 +173,13 @@ class DeviceStats(_message.Message):
         slots_condemned: _builtins.int = ...,
         slabs_live: _builtins.int = ...,
         slabs_draining: _builtins.int = ...,
+        memory: _builtins.str = ...,
+        device_uuid: _builtins.bytes = ...,
+        blocks_pinned: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "device", b"device", "slabs_draining", b"slabs_draining", "slabs_live", b"slabs_live", "slots_committed", b"slots_committed", "slots_condemned", b"slots_condemned", "slots_free", b"slots_free", "slots_private", b"slots_private", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_pinned", b"blocks_pinned", "budget_bytes", b"budget_bytes", "device", b"device", "device_uuid", b"device_uuid", "memory", b"memory", "slabs_draining", b"slabs_draining", "slabs_live", b"slabs_live", "slots_committed", b"slots_committed", "slots_condemned", b"slots_condemned", "slots_free", b"slots_free", "slots_private", b"slots_private", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -812,3 +812,154 @@ class WriteBlocksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WriteBlocksResponse: _TypeAlias = WriteBlocksResponse  # noqa: Y015
+
+@_typing.final
+class OpenSlabRequest(_message.Message):
+    """Names a slab."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLAB_ID_FIELD_NUMBER: _builtins.int
+    WRITABLE_FIELD_NUMBER: _builtins.int
+    slab_id: _builtins.int
+    """The slab."""
+    writable: _builtins.bool
+    """Whether to write it; refused unless the session is its writer. The memory itself can't tell: CUDA IPC maps are
+    always writable.
+    """
+    def __init__(
+        self,
+        *,
+        slab_id: _builtins.int = ...,
+        writable: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slab_id", b"slab_id", "writable", b"writable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSlabRequest: _TypeAlias = OpenSlabRequest  # noqa: Y015
+
+@_typing.final
+class OpenSlabResponse(_message.Message):
+    """Its handle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handle(self) -> Global___CudaIpcHandle:
+        """How to open it."""
+
+    def __init__(
+        self,
+        *,
+        handle: Global___CudaIpcHandle | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSlabResponse: _TypeAlias = OpenSlabResponse  # noqa: Y015
+
+@_typing.final
+class CudaIpcHandle(_message.Message):
+    """One allocation of its own, opened with cudaIpcOpenMemHandle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    SLAB_ID_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    EXPORTER_PID_FIELD_NUMBER: _builtins.int
+    ALLOCATION_ID_FIELD_NUMBER: _builtins.int
+    handle: _builtins.bytes
+    """cudaIpcMemHandle, 64 bytes."""
+    device_uuid: _builtins.bytes
+    """UUID of the device that holds the memory, 16 bytes."""
+    slab_id: _builtins.int
+    """The slab; 0 for the probe."""
+    bytes: _builtins.int
+    """Bytes of the allocation."""
+    slot_bytes: _builtins.int
+    """Bytes from one slot to the next."""
+    slots: _builtins.int
+    """Slots."""
+    boot_id: _builtins.bytes
+    """See Welcome.boot_id: a handle of another boot must not be opened."""
+    exporter_pid: _builtins.int
+    """The exporter's process id as the exporter sees it. CUDA refuses a handle whose exporter has the opener's own value."""
+    allocation_id: _builtins.bytes
+    """Random id of the allocation, 16 bytes: a client in the process that made it finds the memory by it."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.bytes = ...,
+        device_uuid: _builtins.bytes = ...,
+        slab_id: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        boot_id: _builtins.bytes = ...,
+        exporter_pid: _builtins.int = ...,
+        allocation_id: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocation_id", b"allocation_id", "boot_id", b"boot_id", "bytes", b"bytes", "device_uuid", b"device_uuid", "exporter_pid", b"exporter_pid", "handle", b"handle", "slab_id", b"slab_id", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CudaIpcHandle: _TypeAlias = CudaIpcHandle  # noqa: Y015
+
+@_typing.final
+class ProbeHandleRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeHandleRequest: _TypeAlias = ProbeHandleRequest  # noqa: Y015
+
+@_typing.final
+class ProbeHandleResponse(_message.Message):
+    """Memory to try."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """Its first bytes."""
+    @_builtins.property
+    def handle(self) -> Global___CudaIpcHandle:
+        """Its handle."""
+
+    def __init__(
+        self,
+        *,
+        handle: Global___CudaIpcHandle | None = ...,
+        nonce: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "nonce", b"nonce"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeHandleResponse: _TypeAlias = ProbeHandleResponse  # noqa: Y015

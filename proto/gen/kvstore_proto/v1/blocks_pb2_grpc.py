@@ -85,6 +85,16 @@ class BlockServiceStub(object):
                 request_serializer=kvstore__proto_dot_v1_dot_blocks__pb2.WriteBlocksRequest.SerializeToString,
                 response_deserializer=kvstore__proto_dot_v1_dot_blocks__pb2.WriteBlocksResponse.FromString,
                 _registered_method=True)
+        self.OpenSlab = channel.unary_unary(
+                '/kvstore.v1.BlockService/OpenSlab',
+                request_serializer=kvstore__proto_dot_v1_dot_blocks__pb2.OpenSlabRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_blocks__pb2.OpenSlabResponse.FromString,
+                _registered_method=True)
+        self.ProbeHandle = channel.unary_unary(
+                '/kvstore.v1.BlockService/ProbeHandle',
+                request_serializer=kvstore__proto_dot_v1_dot_blocks__pb2.ProbeHandleRequest.SerializeToString,
+                response_deserializer=kvstore__proto_dot_v1_dot_blocks__pb2.ProbeHandleResponse.FromString,
+                _registered_method=True)
 
 
 class BlockServiceServicer(object):
@@ -163,6 +173,21 @@ class BlockServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenSlab(self, request, context):
+        """The `cuda-ipc` transport: the handle of a slab of a namespace that the session registered. FAILED_PRECONDITION when
+        the service's slabs have no such handles.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ProbeHandle(self, request, context):
+        """A handle of memory that holds a nonce, to see whether handles can be opened from here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlockServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -215,6 +240,16 @@ def add_BlockServiceServicer_to_server(servicer, server):
                     servicer.WriteBlocks,
                     request_deserializer=kvstore__proto_dot_v1_dot_blocks__pb2.WriteBlocksRequest.FromString,
                     response_serializer=kvstore__proto_dot_v1_dot_blocks__pb2.WriteBlocksResponse.SerializeToString,
+            ),
+            'OpenSlab': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSlab,
+                    request_deserializer=kvstore__proto_dot_v1_dot_blocks__pb2.OpenSlabRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_blocks__pb2.OpenSlabResponse.SerializeToString,
+            ),
+            'ProbeHandle': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeHandle,
+                    request_deserializer=kvstore__proto_dot_v1_dot_blocks__pb2.ProbeHandleRequest.FromString,
+                    response_serializer=kvstore__proto_dot_v1_dot_blocks__pb2.ProbeHandleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -488,6 +523,60 @@ class BlockService(object):
             '/kvstore.v1.BlockService/WriteBlocks',
             kvstore__proto_dot_v1_dot_blocks__pb2.WriteBlocksRequest.SerializeToString,
             kvstore__proto_dot_v1_dot_blocks__pb2.WriteBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSlab(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.BlockService/OpenSlab',
+            kvstore__proto_dot_v1_dot_blocks__pb2.OpenSlabRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_blocks__pb2.OpenSlabResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbeHandle(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.BlockService/ProbeHandle',
+            kvstore__proto_dot_v1_dot_blocks__pb2.ProbeHandleRequest.SerializeToString,
+            kvstore__proto_dot_v1_dot_blocks__pb2.ProbeHandleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,12 @@ class BlockServiceStub:
     """The `bytes` transport: payloads of leased blocks, in chunks of at most 1 MiB, in the order asked."""
     WriteBlocks: _grpc.StreamUnaryMultiCallable[_blocks_pb2.WriteBlocksRequest, _blocks_pb2.WriteBlocksResponse]
     """The `bytes` transport: payloads of the caller's private slots, in chunks of at most 1 MiB."""
+    OpenSlab: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.OpenSlabRequest, _blocks_pb2.OpenSlabResponse]
+    """The `cuda-ipc` transport: the handle of a slab of a namespace that the session registered. FAILED_PRECONDITION when
+    the service's slabs have no such handles.
+    """
+    ProbeHandle: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.ProbeHandleRequest, _blocks_pb2.ProbeHandleResponse]
+    """A handle of memory that holds a nonce, to see whether handles can be opened from here."""
 
 @_typing.type_check_only
 class BlockServiceAsyncStub(BlockServiceStub):
@@ -91,6 +97,12 @@ class BlockServiceAsyncStub(BlockServiceStub):
     """The `bytes` transport: payloads of leased blocks, in chunks of at most 1 MiB, in the order asked."""
     WriteBlocks: _aio.StreamUnaryMultiCallable[_blocks_pb2.WriteBlocksRequest, _blocks_pb2.WriteBlocksResponse]  # type: ignore[assignment]
     """The `bytes` transport: payloads of the caller's private slots, in chunks of at most 1 MiB."""
+    OpenSlab: _aio.UnaryUnaryMultiCallable[_blocks_pb2.OpenSlabRequest, _blocks_pb2.OpenSlabResponse]  # type: ignore[assignment]
+    """The `cuda-ipc` transport: the handle of a slab of a namespace that the session registered. FAILED_PRECONDITION when
+    the service's slabs have no such handles.
+    """
+    ProbeHandle: _aio.UnaryUnaryMultiCallable[_blocks_pb2.ProbeHandleRequest, _blocks_pb2.ProbeHandleResponse]  # type: ignore[assignment]
+    """A handle of memory that holds a nonce, to see whether handles can be opened from here."""
 
 class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
     """The life of blocks. Every call needs the metadata `kvstore-session`; a session sees only the namespaces it registered."""
@@ -178,5 +190,23 @@ class BlockServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_blocks_pb2.WriteBlocksResponse, _abc.Awaitable[_blocks_pb2.WriteBlocksResponse]]:
         """The `bytes` transport: payloads of the caller's private slots, in chunks of at most 1 MiB."""
+
+    @_abc_1.abstractmethod
+    def OpenSlab(
+        self,
+        request: _blocks_pb2.OpenSlabRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.OpenSlabResponse, _abc.Awaitable[_blocks_pb2.OpenSlabResponse]]:
+        """The `cuda-ipc` transport: the handle of a slab of a namespace that the session registered. FAILED_PRECONDITION when
+        the service's slabs have no such handles.
+        """
+
+    @_abc_1.abstractmethod
+    def ProbeHandle(
+        self,
+        request: _blocks_pb2.ProbeHandleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.ProbeHandleResponse, _abc.Awaitable[_blocks_pb2.ProbeHandleResponse]]:
+        """A handle of memory that holds a nonce, to see whether handles can be opened from here."""
 
 def add_BlockServiceServicer_to_server(servicer: BlockServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvstore_proto/v1/descriptor.proto\x12\nkvstore.v1\"\x97\x01\n\x11\x44\x65scriptorRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.HelloH\x00\x12/\n\x0copen_segment\x18\x02 \x01(\x0b\x32\x17.kvstore.v1.OpenSegmentH\x00\x12\"\n\x05probe\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.ProbeH\x00\x42\t\n\x07request\"\xc8\x01\n\x12\x44\x65scriptorResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.HelloReplyH\x00\x12&\n\x07segment\x18\x02 \x01(\x0b\x32\x13.kvstore.v1.SegmentH\x00\x12\'\n\x05probe\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.ProbeReplyH\x00\x12,\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1b.kvstore.v1.DescriptorErrorH\x00\x42\n\n\x08response\"6\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\x0c\"4\n\nHelloReply\x12\r\n\x05token\x18\x01 \x01(\t\x12\x17\n\x0fprocess_watched\x18\x02 \x01(\x08\"R\n\x0bOpenSegment\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.kvstore.v1.SegmentKind\x12\n\n\x02id\x18\x02 \x01(\x04\x12\x10\n\x08writable\x18\x03 \x01(\x08\";\n\x07Segment\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x01(\r\"\x07\n\x05Probe\"\x1b\n\nProbeReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"0\n\x0f\x44\x65scriptorError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t*[\n\x0bSegmentKind\x12\x1c\n\x18SEGMENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11SEGMENT_KIND_SLAB\x10\x01\x12\x17\n\x13SEGMENT_KIND_LEDGER\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!kvstore_proto/v1/descriptor.proto\x12\nkvstore.v1\"\x97\x01\n\x11\x44\x65scriptorRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.kvstore.v1.HelloH\x00\x12/\n\x0copen_segment\x18\x02 \x01(\x0b\x32\x17.kvstore.v1.OpenSegmentH\x00\x12\"\n\x05probe\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.ProbeH\x00\x42\t\n\x07request\"\xc8\x01\n\x12\x44\x65scriptorResponse\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvstore.v1.HelloReplyH\x00\x12&\n\x07segment\x18\x02 \x01(\x0b\x32\x13.kvstore.v1.SegmentH\x00\x12\'\n\x05probe\x18\x03 \x01(\x0b\x32\x16.kvstore.v1.ProbeReplyH\x00\x12,\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1b.kvstore.v1.DescriptorErrorH\x00\x42\n\n\x08response\"6\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0binstance_id\x18\x02 \x01(\x0c\"4\n\nHelloReply\x12\r\n\x05token\x18\x01 \x01(\t\x12\x17\n\x0fprocess_watched\x18\x02 \x01(\x08\"R\n\x0bOpenSegment\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.kvstore.v1.SegmentKind\x12\n\n\x02id\x18\x02 \x01(\x04\x12\x10\n\x08writable\x18\x03 \x01(\x08\"\x8f\x01\n\x07Segment\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x01(\r\x12&\n\x06memory\x18\x04 \x01(\x0e\x32\x16.kvstore.v1.MemoryKind\x12\x13\n\x0b\x64\x65vice_uuid\x18\x05 \x01(\x0c\x12\x15\n\rallocation_id\x18\x06 \x01(\x0c\"\x07\n\x05Probe\"A\n\nProbeReply\x12\r\n\x05nonce\x18\x01 \x01(\x0c\x12$\n\x07segment\x18\x02 \x01(\x0b\x32\x13.kvstore.v1.Segment\"0\n\x0f\x44\x65scriptorError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t*[\n\x0bSegmentKind\x12\x1c\n\x18SEGMENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11SEGMENT_KIND_SLAB\x10\x01\x12\x17\n\x13SEGMENT_KIND_LEDGER\x10\x02*Z\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11MEMORY_KIND_MEMFD\x10\x01\x12\x18\n\x14MEMORY_KIND_CUDA_VMM\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvstore_proto.v1.descriptor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEGMENTKIND']._serialized_start=749
-  _globals['_SEGMENTKIND']._serialized_end=840
+  _globals['_SEGMENTKIND']._serialized_start=872
+  _globals['_SEGMENTKIND']._serialized_end=963
+  _globals['_MEMORYKIND']._serialized_start=965
+  _globals['_MEMORYKIND']._serialized_end=1055
   _globals['_DESCRIPTORREQUEST']._serialized_start=50
   _globals['_DESCRIPTORREQUEST']._serialized_end=201
   _globals['_DESCRIPTORRESPONSE']._serialized_start=204
@@ -43,12 +45,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLOREPLY']._serialized_end=514
   _globals['_OPENSEGMENT']._serialized_start=516
   _globals['_OPENSEGMENT']._serialized_end=598
-  _globals['_SEGMENT']._serialized_start=600
-  _globals['_SEGMENT']._serialized_end=659
-  _globals['_PROBE']._serialized_start=661
-  _globals['_PROBE']._serialized_end=668
-  _globals['_PROBEREPLY']._serialized_start=670
-  _globals['_PROBEREPLY']._serialized_end=697
-  _globals['_DESCRIPTORERROR']._serialized_start=699
-  _globals['_DESCRIPTORERROR']._serialized_end=747
+  _globals['_SEGMENT']._serialized_start=601
+  _globals['_SEGMENT']._serialized_end=744
+  _globals['_PROBE']._serialized_start=746
+  _globals['_PROBE']._serialized_end=753
+  _globals['_PROBEREPLY']._serialized_start=755
+  _globals['_PROBEREPLY']._serialized_end=820
+  _globals['_DESCRIPTORERROR']._serialized_start=822
+  _globals['_DESCRIPTORERROR']._serialized_end=870
 # @@protoc_insertion_point(module_scope)

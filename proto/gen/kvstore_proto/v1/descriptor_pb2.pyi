@@ -45,6 +45,30 @@ SEGMENT_KIND_LEDGER: SegmentKind.ValueType  # 2
 """The ledger of a namespace; always read-only."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
 
+class _MemoryKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MemoryKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemoryKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEMORY_KIND_UNSPECIFIED: _MemoryKind.ValueType  # 0
+    """Not set."""
+    MEMORY_KIND_MEMFD: _MemoryKind.ValueType  # 1
+    """A memfd: host memory, mapped with mmap."""
+    MEMORY_KIND_CUDA_VMM: _MemoryKind.ValueType  # 2
+    """GPU memory made by cuMemCreate: imported and mapped with the driver. Its importer chooses the access flags."""
+
+class MemoryKind(_MemoryKind, metaclass=_MemoryKindEnumTypeWrapper):
+    """What a segment's descriptor is."""
+
+MEMORY_KIND_UNSPECIFIED: MemoryKind.ValueType  # 0
+"""Not set."""
+MEMORY_KIND_MEMFD: MemoryKind.ValueType  # 1
+"""A memfd: host memory, mapped with mmap."""
+MEMORY_KIND_CUDA_VMM: MemoryKind.ValueType  # 2
+"""GPU memory made by cuMemCreate: imported and mapped with the driver. Its importer chooses the access flags."""
+Global___MemoryKind: _TypeAlias = MemoryKind  # noqa: Y015
+
 @_typing.final
 class DescriptorRequest(_message.Message):
     """What a client sends."""
@@ -218,22 +242,34 @@ class Segment(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     SLOT_BYTES_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    ALLOCATION_ID_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes of the segment."""
     slot_bytes: _builtins.int
     """Bytes from one slot to the next (slabs)."""
     slots: _builtins.int
     """Slots (slabs) or records (ledgers)."""
+    memory: Global___MemoryKind.ValueType
+    """What the descriptor is, and so how to map it."""
+    device_uuid: _builtins.bytes
+    """UUID of the device that holds the memory, 16 bytes; empty for a memfd."""
+    allocation_id: _builtins.bytes
+    """Random id of the allocation, 16 bytes: a client in the process that made it finds the memory by it and maps nothing."""
     def __init__(
         self,
         *,
         bytes: _builtins.int = ...,
         slot_bytes: _builtins.int = ...,
         slots: _builtins.int = ...,
+        memory: Global___MemoryKind.ValueType = ...,
+        device_uuid: _builtins.bytes = ...,
+        allocation_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocation_id", b"allocation_id", "bytes", b"bytes", "device_uuid", b"device_uuid", "memory", b"memory", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,16 +299,22 @@ class ProbeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NONCE_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
     nonce: _builtins.bytes
-    """First bytes of the page that comes with the packet."""
+    """First bytes of the memory that comes with the packet."""
+    @_builtins.property
+    def segment(self) -> Global___Segment:
+        """Dimensions and kind of that memory: the kind that the service's slabs have. Unset: a memfd of one page."""
+
     def __init__(
         self,
         *,
         nonce: _builtins.bytes = ...,
+        segment: Global___Segment | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore_proto/v1/session.proto\x12\nkvstore.v1\"\xb2\x01\n\x0eSessionRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.kvstore.v1.OpenSessionH\x00\x12\x33\n\x0eslabs_unmapped\x18\x02 \x01(\x0b\x32\x19.kvstore.v1.SlabsUnmappedH\x00\x12\x37\n\x10slabs_downgraded\x18\x03 \x01(\x0b\x32\x1b.kvstore.v1.SlabsDowngradedH\x00\x42\t\n\x07message\"\x8f\x01\n\x0bOpenSession\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x18\n\x10transport_reason\x18\x06 \x01(\t\"!\n\rSlabsUnmapped\x12\x10\n\x08slab_ids\x18\x01 \x03(\r\"#\n\x0fSlabsDowngraded\x12\x10\n\x08slab_ids\x18\x01 \x03(\r\"\xbc\x01\n\x0fSessionResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvstore.v1.WelcomeH\x00\x12\"\n\x05unmap\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.UnmapH\x00\x12*\n\tdowngrade\x18\x03 \x01(\x0b\x32\x15.kvstore.v1.DowngradeH\x00\x12&\n\x07goodbye\x18\x04 \x01(\x0b\x32\x13.kvstore.v1.GoodbyeH\x00\x42\t\n\x07message\"p\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"\x19\n\x05Unmap\x12\x10\n\x08slab_ids\x18\x01 \x03(\r\"\x1d\n\tDowngrade\x12\x10\n\x08slab_ids\x18\x01 \x03(\r\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x13GetCodecPlanRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\t\"9\n\x14GetCodecPlanResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\ncodec_plan\x18\x02 \x01(\x0c\"\xa6\x01\n\x0b\x42lockLayout\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\r\n\x05k_dim\x18\x04 \x01(\r\x12\r\n\x05v_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x64igest\x18\t \x01(\x0c\"K\n\x05Shard\x12\x13\n\x0blayer_group\x18\x01 \x01(\t\x12\x15\n\rfirst_kv_head\x18\x02 \x01(\r\x12\x16\n\x0etotal_kv_heads\x18\x03 \x01(\r\"\xa4\x01\n\x14RegisterModelRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\x0c\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.Shard\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.kvstore.v1.BlockLayout\x12\x12\n\ncodec_plan\x18\x05 \x01(\x0c\"m\n\x15RegisterModelResponse\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x12\n\ncodec_plan\x18\x02 \x01(\x0c\x12\x17\n\x0f\x63odec_plan_kept\x18\x03 \x01(\x08\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\x32\x81\x02\n\x0eSessionService\x12\x46\n\x07Session\x12\x1a.kvstore.v1.SessionRequest\x1a\x1b.kvstore.v1.SessionResponse(\x01\x30\x01\x12Q\n\x0cGetCodecPlan\x12\x1f.kvstore.v1.GetCodecPlanRequest\x1a .kvstore.v1.GetCodecPlanResponse\x12T\n\rRegisterModel\x12 .kvstore.v1.RegisterModelRequest\x1a!.kvstore.v1.RegisterModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore_proto/v1/session.proto\x12\nkvstore.v1\"\xb2\x01\n\x0eSessionRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.kvstore.v1.OpenSessionH\x00\x12\x33\n\x0eslabs_unmapped\x18\x02 \x01(\x0b\x32\x19.kvstore.v1.SlabsUnmappedH\x00\x12\x37\n\x10slabs_downgraded\x18\x03 \x01(\x0b\x32\x1b.kvstore.v1.SlabsDowngradedH\x00\x42\t\n\x07message\"\x8f\x01\n\x0bOpenSession\x12\x13\n\x0binstance_id\x18\x01 \x01(\x0c\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x18\n\x10transport_reason\x18\x06 \x01(\t\"!\n\rSlabsUnmapped\x12\x10\n\x08slab_ids\x18\x01 \x03(\r\"#\n\x0fSlabsDowngraded\x12\x10\n\x08slab_ids\x18\x01 \x03(\r\"\xbc\x01\n\x0fSessionResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.kvstore.v1.WelcomeH\x00\x12\"\n\x05unmap\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.UnmapH\x00\x12*\n\tdowngrade\x18\x03 \x01(\x0b\x32\x15.kvstore.v1.DowngradeH\x00\x12&\n\x07goodbye\x18\x04 \x01(\x0b\x32\x13.kvstore.v1.GoodbyeH\x00\x42\t\n\x07message\"\xa5\x01\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\x0c\x12\x16\n\x0eserver_version\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x07 \x01(\x0c\x12\x0e\n\x06memory\x18\x08 \x01(\t\"\x19\n\x05Unmap\x12\x10\n\x08slab_ids\x18\x01 \x03(\r\"\x1d\n\tDowngrade\x12\x10\n\x08slab_ids\x18\x01 \x03(\r\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x13GetCodecPlanRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\t\"9\n\x14GetCodecPlanResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\ncodec_plan\x18\x02 \x01(\x0c\"\xa6\x01\n\x0b\x42lockLayout\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\r\n\x05k_dim\x18\x04 \x01(\r\x12\r\n\x05v_dim\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x08 \x01(\x04\x12\x0e\n\x06\x64igest\x18\t \x01(\x0c\"K\n\x05Shard\x12\x13\n\x0blayer_group\x18\x01 \x01(\t\x12\x15\n\rfirst_kv_head\x18\x02 \x01(\r\x12\x16\n\x0etotal_kv_heads\x18\x03 \x01(\r\"\xa4\x01\n\x14RegisterModelRequest\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\x0c\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12 \n\x05shard\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.Shard\x12\'\n\x06layout\x18\x04 \x01(\x0b\x32\x17.kvstore.v1.BlockLayout\x12\x12\n\ncodec_plan\x18\x05 \x01(\x0c\"m\n\x15RegisterModelResponse\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x12\n\ncodec_plan\x18\x02 \x01(\x0c\x12\x17\n\x0f\x63odec_plan_kept\x18\x03 \x01(\x08\x12\x11\n\tmax_bytes\x18\x04 \x01(\x04\x32\x81\x02\n\x0eSessionService\x12\x46\n\x07Session\x12\x1a.kvstore.v1.SessionRequest\x1a\x1b.kvstore.v1.SessionResponse(\x01\x30\x01\x12Q\n\x0cGetCodecPlan\x12\x1f.kvstore.v1.GetCodecPlanRequest\x1a .kvstore.v1.GetCodecPlanResponse\x12T\n\rRegisterModel\x12 .kvstore.v1.RegisterModelRequest\x1a!.kvstore.v1.RegisterModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,26 +41,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SLABSDOWNGRADED']._serialized_end=443
   _globals['_SESSIONRESPONSE']._serialized_start=446
   _globals['_SESSIONRESPONSE']._serialized_end=634
-  _globals['_WELCOME']._serialized_start=636
-  _globals['_WELCOME']._serialized_end=748
-  _globals['_UNMAP']._serialized_start=750
-  _globals['_UNMAP']._serialized_end=775
-  _globals['_DOWNGRADE']._serialized_start=777
-  _globals['_DOWNGRADE']._serialized_end=806
-  _globals['_GOODBYE']._serialized_start=808
-  _globals['_GOODBYE']._serialized_end=833
-  _globals['_GETCODECPLANREQUEST']._serialized_start=835
-  _globals['_GETCODECPLANREQUEST']._serialized_end=898
-  _globals['_GETCODECPLANRESPONSE']._serialized_start=900
-  _globals['_GETCODECPLANRESPONSE']._serialized_end=957
-  _globals['_BLOCKLAYOUT']._serialized_start=960
-  _globals['_BLOCKLAYOUT']._serialized_end=1126
-  _globals['_SHARD']._serialized_start=1128
-  _globals['_SHARD']._serialized_end=1203
-  _globals['_REGISTERMODELREQUEST']._serialized_start=1206
-  _globals['_REGISTERMODELREQUEST']._serialized_end=1370
-  _globals['_REGISTERMODELRESPONSE']._serialized_start=1372
-  _globals['_REGISTERMODELRESPONSE']._serialized_end=1481
-  _globals['_SESSIONSERVICE']._serialized_start=1484
-  _globals['_SESSIONSERVICE']._serialized_end=1741
+  _globals['_WELCOME']._serialized_start=637
+  _globals['_WELCOME']._serialized_end=802
+  _globals['_UNMAP']._serialized_start=804
+  _globals['_UNMAP']._serialized_end=829
+  _globals['_DOWNGRADE']._serialized_start=831
+  _globals['_DOWNGRADE']._serialized_end=860
+  _globals['_GOODBYE']._serialized_start=862
+  _globals['_GOODBYE']._serialized_end=887
+  _globals['_GETCODECPLANREQUEST']._serialized_start=889
+  _globals['_GETCODECPLANREQUEST']._serialized_end=952
+  _globals['_GETCODECPLANRESPONSE']._serialized_start=954
+  _globals['_GETCODECPLANRESPONSE']._serialized_end=1011
+  _globals['_BLOCKLAYOUT']._serialized_start=1014
+  _globals['_BLOCKLAYOUT']._serialized_end=1180
+  _globals['_SHARD']._serialized_start=1182
+  _globals['_SHARD']._serialized_end=1257
+  _globals['_REGISTERMODELREQUEST']._serialized_start=1260
+  _globals['_REGISTERMODELREQUEST']._serialized_end=1424
+  _globals['_REGISTERMODELRESPONSE']._serialized_start=1426
+  _globals['_REGISTERMODELRESPONSE']._serialized_end=1535
+  _globals['_SESSIONSERVICE']._serialized_start=1538
+  _globals['_SESSIONSERVICE']._serialized_end=1795
 # @@protoc_insertion_point(module_scope)

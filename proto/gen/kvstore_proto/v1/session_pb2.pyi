@@ -206,6 +206,9 @@ class Welcome(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """The session's id: 16 bytes; its hex form is the metadata `kvstore-session` of every further call."""
     boot_id: _builtins.bytes
@@ -216,6 +219,12 @@ class Welcome(_message.Message):
     """Version of this protocol that the service speaks."""
     tenant: _builtins.str
     """The tenant that the credentials belong to."""
+    device: _builtins.str
+    """Name of the device that holds the service's slabs: "cpu", "cuda:0", ..."""
+    device_uuid: _builtins.bytes
+    """Its UUID, 16 bytes; empty for the CPU."""
+    memory: _builtins.str
+    """What its slabs are: "memfd", "cuda-vmm" or "cuda-legacy". Decides which transports can reach them."""
     def __init__(
         self,
         *,
@@ -224,10 +233,13 @@ class Welcome(_message.Message):
         server_version: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        device: _builtins.str = ...,
+        device_uuid: _builtins.bytes = ...,
+        memory: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "protocol_version", b"protocol_version", "server_version", b"server_version", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "device", b"device", "device_uuid", b"device_uuid", "memory", b"memory", "protocol_version", b"protocol_version", "server_version", b"server_version", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,141 @@
+"""Starts Triton kernels without the cost of Triton's own call: compiled ones are found once and launched directly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvstore_kernels.errors import KernelError
+
+# Kernels run on CPU tensors, slowly and in Python: for tests only, and fixed when triton is imported.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+# Takes the grid's three sizes, the stream, and the arguments that aren't constants.
+Launch = Callable[..., None]
+Pointer = Any
+
+# One for each kernel, shape and device that this process has used: as many as its models need.
+_launches: dict[Hashable, Launch] = {}
+# A launch uses the kernel's loaded code.
+_kernels: list[Any] = []
+
+_TYPES = {
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+}
+
+
+def pointer(tensor: torch.Tensor) -> Pointer:
+    """What a kernel is given for a tensor: its address; the interpreter wants the tensor itself."""
+    return tensor if INTERPRETED else tensor.data_ptr()
+
+
+def pointer_type(dtype: torch.dtype) -> str:
+    """Triton's name for a pointer to `dtype`."""
+    return _TYPES[dtype]
+
+
+def source(
+    function: Any,
+    types: Sequence[str],
+    constants: Mapping[str, Any],
+    unaligned: frozenset[str] = frozenset(),
+    even: frozenset[str] = frozenset(),
+) -> Any:
+    """A kernel's ASTSource: `types` are of the arguments before the constants.
+
+    Pointers outside `unaligned` are multiples of 16, and so are the numbers in `even`.
+    """
+    names = function.arg_names
+    plain = names[: len(types)]
+    if set(names[len(types) :]) != set(constants):
+        raise KernelError(f"constants {sorted(constants)} given to a kernel that has {names[len(types) :]}")
+    signature = dict(zip(plain, types, strict=True)) | dict.fromkeys(names[len(types) :], "constexpr")
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(zip(plain, types, strict=True))
+        if (kind.startswith("*") and name not in unaligned) or name in even
+    }
+    return ASTSource(function, signature, {name: constants[name] for name in names[len(types) :]}, attributes)
+
+
+def compiled(ast: Any, target: GPUTarget, options: Mapping[str, Any]) -> Any:
+    """The compiled kernel for a target; needs no GPU."""
+    return triton.compile(ast, target=target, options=dict(options))
+
+
+def launcher(
+    function: Any,
+    types: Sequence[str],
+    constants: Mapping[str, Any],
+    device: torch.device,
+    *,
+    unaligned: frozenset[str] = frozenset(),
+    even: frozenset[str] = frozenset(),
+    **options: Any,
+) -> Launch:
+    """Compiles `function` for `device` (seconds, once for a machine: Triton keeps the result), ready to be launched.
+
+    The result is called (grid x, grid y, grid z, stream, *arguments) with addresses for pointers; `device` must be
+    current. Raises KernelError where the device is older than the kernels need.
+    """
+    if INTERPRETED:
+        return _interpreted(function, constants)
+    # Codecs come and go: what was compiled for one serves all of its shape.
+    key = (function.__name__, tuple(types), tuple(constants.items()), device, unaligned, even, tuple(options.items()))
+    found = _launches.get(key)
+    if found is None:
+        found = _launches[key] = _launcher(function, types, constants, device, unaligned, even, options)
+    return found
+
+
+def _launcher(
+    function: Any,
+    types: Sequence[str],
+    constants: Mapping[str, Any],
+    device: torch.device,
+    unaligned: frozenset[str],
+    even: frozenset[str],
+    options: Mapping[str, Any],
+) -> Launch:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise KernelError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}: these kernels need 8.0 or "
+            "newer; compute on the CPU instead"
+        )
+    with torch.cuda.device(device):
+        ast = source(function, types, constants, unaligned, even)
+        kernel = compiled(ast, GPUTarget("cuda", 10 * major + minor, 32), options)
+        run = kernel.run
+        # Loaded by the first use of `run`.
+        handle, packed = kernel.function, kernel.packed_metadata
+    _kernels.append(kernel)
+    fixed = tuple(constants[name] for name in function.arg_names[len(types) :])
+
+    def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        run(x, y, z, stream, handle, packed, None, None, None, *arguments, *fixed)
+
+    return launch
+
+
+def _interpreted(function: Any, constants: Mapping[str, Any]) -> Launch:
+    def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:  # noqa: ARG001
+        function[(x, y, z)](*arguments, **constants)
+
+    return launch
+
+
+def padded(size: int) -> int:
+    """The next power of two, at least 16: what a kernel's tiles are made of."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -1,0 +1,324 @@
+"""What the CUDA kernels need to know of a table, kept between layers and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvstore_kernels.attention.options import Options
+from kvstore_kernels.codecs.base import INPUT_DTYPES, Codec
+from kvstore_kernels.errors import LayoutError, TableError
+from kvstore_kernels.gpu.addresses import Addresses, upload
+from kvstore_kernels.gpu.codec import DeviceCodec, device_codec, even, optional
+from kvstore_kernels.gpu.copies import CudaCopies
+from kvstore_kernels.gpu.fetch import FetchRing
+from kvstore_kernels.gpu.launch import INTERPRETED, Launch, Pointer, pointer
+from kvstore_kernels.gpu.split import LOG2_E, LONGEST, SPLIT_TILES, DecodePlan, Partials, kind_of
+from kvstore_kernels.table import BlockTable
+
+if TYPE_CHECKING:
+    from kvstore_kernels.codecs.base import RowTarget
+
+    Targets = Sequence[RowTarget | tuple[int, int]]
+
+
+class _Append(NamedTuple):
+    """A layer's append, the same for every layer."""
+
+    launch: Launch
+    aligned: bool
+    tiles: int
+    strides: tuple[int, ...]
+
+
+class DeviceStep:
+    """Addresses, counts and work buffers of one table as the CUDA kernels read them.
+
+    Invariants: belongs to one table and one codec, so to one thread and stream at a time; `_aimed` and `_counts` say
+    what the device's `targets` hold; nothing here waits for the device. The table keeps the step, so the step doesn't
+    keep the table: a cycle would keep slabs mapped until a garbage collection.
+    """
+
+    def __init__(self, codec: Codec, rows: int, device: torch.device) -> None:
+        self.codec, self.device = codec, device
+        self._on: DeviceCodec = device_codec(codec, device)
+        self._rows = rows
+        layout = codec.layout
+        self._layout = layout
+        self._offsets = [layer * layout.layer_bytes for layer in range(layout.layers)]
+        self._anchor = torch.zeros(512, dtype=torch.uint8, device=device)
+        self._codes = pointer(self._anchor.view(self._on.code_dtype))
+        self._scales = pointer(self._anchor.view(torch.float16))
+        self._addresses = Addresses(rows, device)
+        # skip, start and tokens of each row; a prompt's padding and history have numbers of their own.
+        self._numbers = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._prompt = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._targets, self._prompt_targets = pointer(self._numbers), pointer(self._prompt)
+        self._aimed: tuple[Targets, int, list[int]] | None = None
+        self._skips_starts = np.zeros((2, rows), np.int64)
+        self._counts: list[int] | None = None
+        self._prompt_for: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._partials = Partials(device, layout.v_dim)
+        self._ring: FetchRing | None = None
+        self._ring_tables: list[Pointer] = []
+        self._append_for: Any = None
+        self._append: _Append | None = None
+        self._decode_for: Any = None
+        self._decode: DecodePlan | None = None
+        self._index = device.index if device.index is not None else 0
+
+    # -- append -----------------------------------------------------------------------------------------------
+
+    def append(self, table: BlockTable, layer: int, k: torch.Tensor, v: torch.Tensor, targets: Targets) -> None:
+        """Stores k [rows, kv_heads, L, k_dim] and v, checked by Codec.write. Raises TableError past a row's blocks."""
+        length = k.shape[2]
+        aimed = self._aimed
+        made_for = (k.shape, v.shape, k.dtype, v.dtype, k.stride(), v.stride())
+        fits = made_for == self._append_for and 0 <= layer < self._layout.layers
+        if not fits:
+            self.codec.checked_length(layer, k, v, table, targets)
+        if (
+            aimed is None
+            or aimed[0] is not targets
+            or aimed[1] != length
+            or aimed[2] != table.versions
+            or self._counts != table.token_counts
+        ):
+            self._aim(table, targets, length)
+        if k.stride(3) != 1:
+            k = k.contiguous()
+        if v.stride(3) != 1:
+            v = v.contiguous()
+        if k.dtype != v.dtype:
+            k, v = k.float(), v.float()
+        on, plan = self._on, self._append
+        if not fits or plan is None or (plan.aligned and (k.data_ptr() | v.data_ptr()) & 15):
+            aligned = even(k, v)
+            tile = 1 if length == 1 else 16 if length <= 16 else 64
+            tiles = length if tile == 1 else (length + tile - 2) // tile + 1
+            plan = _Append(on.append(k.dtype, tile, aligned=aligned), aligned, tiles, k.stride()[:3] + v.stride()[:3])
+            self._append, self._append_for = plan, made_for
+        plan.launch(
+            plan.tiles, self._layout.kv_heads, self._rows, self._stream(), pointer(k), pointer(v), on.shifts[layer],
+            on.inverses[layer], self._codes, self._scales, self._addresses.pointer, self._targets, on.counter,
+            self._rows, self._addresses.width, layer, length, self._offsets[layer], *plan.strides,
+        )  # fmt: skip
+
+    def _aim(self, table: BlockTable, targets: Targets, length: int) -> None:
+        if self._addresses.made_for != table.versions:
+            self._refresh(table)
+        size = table.block_tokens
+        for row, (skip, start) in enumerate(targets):
+            if skip < 0:
+                raise TableError(f"row {row} skips {skip} positions: expected 0 or more")
+            self._skips_starts[0, row], self._skips_starts[1, row] = skip, start
+            end = start + length - skip
+            if skip >= length:
+                continue
+            if start < 0 or end > table.capacity(row):
+                raise TableError(
+                    f"tokens {start} to {end} of row {row}: its blocks hold {table.capacity(row)} tokens; "
+                    "append blocks first"
+                )
+            for block in range(start // size, -(-end // size)):
+                slab, slot = table.entry(row, block)
+                slab.check_writable()
+                if slab.device != self.device:
+                    raise TableError(
+                        f"block {block} of row {row} (slot {slot}) lies on {slab.device}: what {self.device} writes "
+                        "goes into slots on it; take a slot there, and copy the block when it is full"
+                    )
+        self._send_counts(table)
+        self._aimed = (targets, length, list(table.versions))
+
+    def _send_counts(self, table: BlockTable) -> None:
+        self._counts = list(table.token_counts)
+        numbers = np.empty((3, self._rows), np.int64)
+        numbers[:2] = self._skips_starts
+        numbers[2] = self._counts
+        upload(numbers, self._numbers)
+
+    def _refresh(self, table: BlockTable) -> None:
+        addresses = self._addresses
+        addresses.refresh(table)
+        if not addresses.fetched:
+            self._ring, self._ring_tables = None, []
+            addresses.send()
+            return
+        if self._ring is None:
+            self._ring = FetchRing(self._layout, CudaCopies(self.device))
+        self._ring_tables = addresses.send_fetched(self._ring.aim(addresses.fetched))
+
+    # -- decode -----------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        table: BlockTable,
+        query: torch.Tensor,
+        layer: int,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`decode_attention` on the device: checks what it is given for the first time."""
+        made_for = self._decode_for
+        if softcap is None and sliding_window is None and sinks is None:
+            if made_for is None or made_for[0] != query.shape or made_for[4] != scaling:
+                self._checked(query, scaling, None, None, None)
+            return self.decode(table, query, layer, scaling, None)
+        options = self._checked(query, scaling, softcap, sliding_window, sinks)
+        return self.decode(table, query, layer, scaling, None if options.plain(table.token_counts) else options)
+
+    def _checked(
+        self,
+        query: torch.Tensor,
+        scaling: float,
+        softcap: float | None,
+        sliding_window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> Options:
+        if query.dim() == 4 and query.shape[0] != self._rows:
+            raise LayoutError(f"query of {query.shape[0]} rows on a table of {self._rows}")
+        if query.dtype not in INPUT_DTYPES or (not self._on.scaled and query.dtype != self._on.code_dtype):
+            raise LayoutError(f"query is {query.dtype}: blocks of this layout are attended in {self._layout.dtype}")
+        return Options.checked(query, self._layout, scaling, softcap, sliding_window, sinks)
+
+    def decode(
+        self, table: BlockTable, query: torch.Tensor, layer: int, scaling: float, options: Options | None
+    ) -> torch.Tensor:
+        """Query [rows, q_heads, L, k_dim] at the end of each row -> [rows, L, q_heads, v_dim] in its dtype.
+
+        `options` None: a plain softmax over all tokens.
+        """
+        versions = table.versions
+        if self._addresses.made_for != versions:
+            self._refresh(table)
+        if self._counts != table.token_counts:
+            self._send_counts(table)
+            self._decode_for = None
+        if query.stride(3) != 1 or query.data_ptr() & 15:
+            query = query.clone(memory_format=torch.contiguous_format)
+        made_for = (query.shape, query.dtype, query.stride(), versions, scaling)
+        plan = self._decode
+        if plan is None or options is not None or made_for != self._decode_for:
+            assert self._counts is not None
+            plan = self._decode = DecodePlan(
+                self._on, self._partials, query, max(self._counts), scaling, options, fetched=self._ring is not None
+            )
+            self._decode_for = (query.shape, query.dtype, query.stride(), list(versions), scaling)
+        result = torch.empty(plan.shape, dtype=query.dtype, device=query.device)
+        on, addresses, ring = self._on, self._addresses, self._ring
+        table_at = addresses.pointer if ring is None else self._ring_tables[ring.acquire(layer)]
+        partials = self._partials
+        stream, out = self._stream(), pointer(result)
+        plan.launch(
+            plan.programs, plan.splits, 1, stream, pointer(query), out, partials.out, partials.stats,
+            partials.arrivals, table_at, self._targets, on.factors[layer], on.shifts[layer], plan.sinks, self._codes,
+            self._scales, self._rows, addresses.width, plan.length, plan.splits, plan.fused,
+            plan.span, partials.half, self._offsets[layer], *plan.rest,
+        )  # fmt: skip
+        if ring is not None:
+            ring.release()
+        if plan.merge is not None:
+            plan.merge(
+                plan.programs, plan.span, 1, stream, out, partials.out, partials.stats, self._targets, plan.sinks,
+                plan.length, plan.splits, plan.span, partials.half, plan.column_tiles,
+            )  # fmt: skip
+        return result
+
+    # -- prompts ----------------------------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        table: BlockTable,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        options: Options,
+        begins: Sequence[int],
+        pasts: Sequence[int],
+    ) -> torch.Tensor:
+        """Fresh tokens over the first pasts[r] tokens of each row and over themselves -> [rows, L, q_heads, v_dim]."""
+        rows, query_heads, length, _ = query.shape
+        if self._addresses.made_for != table.versions:
+            self._refresh(table)
+        wanted = (tuple(begins), tuple(pasts))
+        if wanted != self._prompt_for:
+            upload(np.array([*wanted, [p + length - b for b, p in zip(*wanted, strict=True)]], np.int64), self._prompt)
+            self._prompt_for = wanted
+        query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+        if key.dtype != query.dtype or value.dtype != query.dtype:
+            raise LayoutError(f"key is {key.dtype} and value is {value.dtype}: expected the query's {query.dtype}")
+        make = torch.zeros if any(begins) else torch.empty
+        result = make((rows, length, query_heads, self._layout.v_dim), dtype=query.dtype, device=query.device)
+        on, dtype, group, kind = self._on, query.dtype, options.group, kind_of(options)
+        queries, tile = on.queries(dtype), on.tile(dtype)
+        q_tiles = -(-group * length // queries)
+        programs = rows * self._layout.kv_heads * q_tiles
+        most = -(-(max(pasts) + length) // tile)
+        splits = max(1, min(2 * on.processors // programs, most // (2 * SPLIT_TILES)))
+        if splits > 1:
+            self._partials.fit(programs * splits * queries, 1)
+        partials, ring = self._partials, self._ring if any(pasts) else None
+        sinks = optional(options.sinks, on.nothing)
+        table_at = self._addresses.pointer if ring is None else self._ring_tables[ring.acquire(layer)]
+        launch = on.prefill(group, dtype, kind, fetched=ring is not None, aligned=even(query, key, value))
+        stream, out = self._stream(), pointer(result)
+        launch(
+            programs, splits, 1, stream, pointer(query), pointer(key), pointer(value), out, partials.out,
+            partials.stats, table_at, self._prompt_targets, on.factors[layer], on.shifts[layer], sinks,
+            self._codes, self._scales, rows, self._addresses.width, length, splits, partials.half,
+            self._offsets[layer], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            min(options.sliding_window or 0, LONGEST), options.scaling * LOG2_E, (options.softcap or 0.0) * LOG2_E,
+        )  # fmt: skip
+        if ring is not None:
+            ring.release()
+        if splits > 1:
+            merge = on.merge(group, queries, dtype, sinks=kind.sinks, skipped=True)
+            merge(
+                programs, queries, 1, stream, out, partials.out, partials.stats, self._prompt_targets, sinks, length,
+                splits, queries, partials.half, q_tiles,
+            )  # fmt: skip
+        return result
+
+    # -- reading back -----------------------------------------------------------------------------------------
+
+    def read(
+        self, table: BlockTable, row: int, layer: int, start: int, tokens: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row's tokens [start, start + tokens), dequantized: [kv_heads, tokens, k_dim] and [.., v_dim]."""
+        layout, on = self._layout, self._on
+        if start < 0 or tokens < 0 or start + tokens > table.capacity(row):
+            raise TableError(f"tokens {start} to {start + tokens} of row {row}: its blocks hold {table.capacity(row)}")
+        if self._addresses.made_for != table.versions:
+            self._refresh(table)
+        k = torch.empty(layout.kv_heads, tokens, layout.k_dim, dtype=dtype, device=self.device)
+        v = torch.empty(layout.kv_heads, tokens, layout.v_dim, dtype=dtype, device=self.device)
+        if not tokens:
+            return k, v
+        ring = self._ring
+        buffer = 0 if ring is None else ring.acquire(layer)
+        line = self._addresses.row_pointer(row, buffer)
+        launch = on.gather(dtype, fetched=ring is not None)
+        launch(
+            (start + tokens - 1) // 64 - start // 64 + 1, layout.kv_heads, 1, self._stream(), pointer(k), pointer(v),
+            on.factors[layer], on.shifts[layer], self._codes, self._scales, line, start, tokens, self._offsets[layer],
+        )  # fmt: skip
+        if ring is not None:
+            ring.release()
+        return k, v
+
+    def _stream(self) -> int:
+        if INTERPRETED:
+            return 0
+        if torch.cuda.current_device() != self._index:
+            raise TableError(
+                f"the current CUDA device is cuda:{torch.cuda.current_device()} and the blocks lie on {self.device}: "
+                "run the layer inside torch.cuda.device(...) of its own device"
+            )
+        return torch._C._cuda_getCurrentRawStream(self._index)  # noqa: SLF001  what Triton itself calls, once a launch

@@ -1,0 +1,77 @@
+"""Every kernel compiles for an H100 or H200; needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+triton = pytest.importorskip("triton")
+
+
+@pytest.fixture
+def compiled_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[str]:
+    from kvstore_kernels.gpu import codec as gpu_codec
+    from kvstore_kernels.gpu import launch
+    from triton.backends.compiler import GPUTarget
+
+    names: list[str] = []
+
+    def compile_only(function: Any, types: Any, constants: Any, device: Any, **options: Any) -> Any:
+        aligned = {name: options.pop(name, frozenset()) for name in ("unaligned", "even")}
+        kernel = launch.compiled(
+            launch.source(function, types, constants, **aligned), GPUTarget("cuda", 90, 32), options
+        )
+        # No array in local memory, and shared memory that a multiprocessor has.
+        assert ".local" not in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= 232_448
+        names.append(function.__name__)
+        return lambda *_: None
+
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(gpu_codec, "launcher", compile_only)
+    monkeypatch.setattr(launch, "launcher", compile_only)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "dims", "group"),
+    [
+        ("int8", "bfloat16", (128, 128), 1),
+        ("int8", "float16", (64, 64), 7),
+        ("int8", "bfloat16", (192, 128), 4),
+        ("int8", "bfloat16", (256, 256), 8),
+        ("int8", "float32", (80, 96), 3),
+        ("passthrough", "bfloat16", (128, 128), 4),
+        ("passthrough", "float16", (256, 256), 2),
+        ("passthrough", "float32", (256, 256), 1),
+    ],
+)
+def test_kernels_compile(
+    make, compiled_names: list[str], codec: str, dtype: str, dims: tuple[int, int], group: int
+) -> None:
+    from kvstore_kernels.gpu.codec import DeviceCodec, Kind
+
+    bench = make(codec, layers=1, kv_heads=2, k_dim=dims[0], v_dim=dims[1], dtype=dtype)
+    on = DeviceCodec(bench.codec, torch.device("cpu"))
+    kind, of = Kind(softcap=True, window=True, sinks=True), getattr(torch, dtype)
+    on.prepare(group, of)
+    on.append(of, 16, aligned=False)
+    on.decode(group, on.columns(32 * group), of, kind, fetched=True)
+    on.prefill(group, of, kind, fetched=True, aligned=False)
+    on.merge(group, 64, of, sinks=True, skipped=False)
+    on.gather(torch.float32, fetched=True)
+    assert set(compiled_names) == {"append_kernel", "decode_kernel", "prefill_kernel", "merge_kernel", "gather_kernel"}
+
+
+def test_checksums_compile(compiled_names: list[str]) -> None:
+    from kvstore_kernels import device_checksum
+
+    device_checksum._launchers.__wrapped__(torch.device("cpu"))
+    assert compiled_names == ["checksum_kernel", "finish_kernel"]

@@ -1,0 +1,28 @@
+"""The CUDA kernels' cases on CPU tensors, in a process of its own: TRITON_INTERPRET counts when Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+
+
+@pytest.mark.timeout(600)
+def test_cases_of_the_device_kernels() -> None:
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "test_device_kernels.py"],
+        cwd=_HERE,
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
