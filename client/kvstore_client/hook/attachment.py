@@ -133,9 +133,28 @@ class Attachment:
         self, prompt: Prompt, *, repeats: int = 1, keep_last: bool = True, background: bool = False
     ) -> KVStoreCache:
         """A cache with what the store holds of the prompt; see prefix.open_cache."""
+        known = self._namespace
+        if not background or known is None:
+            return self._open(self.namespace(), prompt, repeats, keep_last, background=background)
+        # The store is asked while the weights are looked at. That they changed since the last request is rare: then
+        # what it answered is given back.
+        cache = self._open(known, prompt, repeats, keep_last, background=True)
+        try:
+            namespace = self.namespace()
+        except BaseException:
+            cache.close()
+            raise
+        if namespace is known:
+            return cache
+        cache.close()
+        return self._open(namespace, prompt, repeats, keep_last, background=True)
+
+    def _open(
+        self, namespace: Namespace, prompt: Prompt, repeats: int, keep_last: bool, *, background: bool
+    ) -> KVStoreCache:
         return open_cache(
             self.store,
-            self.namespace(),
+            namespace,
             prompt,
             device=self.plan.device,
             repeats=repeats,

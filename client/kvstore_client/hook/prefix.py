@@ -17,6 +17,7 @@ from kvstore_client.hook.prompt import Prompt
 from kvstore_client.hook.report import HitReport, RowReport, describe
 from kvstore_client.hook.rows import BlockPool
 from kvstore_client.hook.state import BLOCKS_AHEAD, CacheState
+from kvstore_client.hook.streams import on_device
 
 if TYPE_CHECKING:
     from kvstore_client.hook.seam import RequestLike, StoreLike
@@ -46,7 +47,7 @@ def open_cache(
 
     `device`: where the model computes. `keep_last`: leave at least the last token to compute. `repeats`: rows that
     will be made of each (beams). `tokens_per_s`: how fast this worker computes a prompt, which bounds the wait for
-    another one that is at it. `background`: returns while slots are being reserved; the cache is filled at its first
+    another one that is at it. `background`: returns before the store has answered; the cache is filled at its first
     use, which then raises what would have been raised here.
     Raises LocalBudgetExceeded when not even the used part of a block can be copied.
     """
@@ -63,7 +64,7 @@ def open_cache(
             row.ids = ids
             row.chain = chain_digests(ids, pool.block_tokens, salt=salt)
         opening = _Opening(request, prompt, report, keep_last=keep_last, tokens_per_s=tokens_per_s, clock=clock)
-        opening.look_up(state, repeats, background=background)
+        opening.begin(state, repeats, background=background)
         if background:
             state.opening = opening
         else:
@@ -77,8 +78,8 @@ def open_cache(
 class _Opening:
     """What happens between a look-up and a filled cache. Holds no cache, so that a dropped one goes at once.
 
-    Invariants: the reservation is asked for once, in a thread of its own if the caller has better things to do than to
-    wait; `fill` waits for it, and for other workers' blocks until the deadline.
+    Invariants: look-up and reservation are made once, in a thread of their own if the caller has better things to do
+    than to wait; `fill` waits for them, and for other workers' blocks until the deadline.
     """
 
     def __init__(
@@ -101,32 +102,24 @@ class _Opening:
         self._deadline = 0.0
         self._reserved: Future[dict[bytes, str]] = Future()
 
-    def look_up(self, state: CacheState, repeats: int, *, background: bool) -> None:
-        """Leases what is held, and asks for slots for the rest."""
-        request, clock = self._request, self._clock
-        began = clock()
-        chains = _chains(state)
-        matches = request.match(chains) if any(chains) else [Match() for _ in chains]
-        waiting = clock()
-        missing = max(
-            len(ids) - len(match.blocks) * state.block_tokens
-            for ids, match in zip(self._prompt.ids, matches, strict=True)
-        )
-        rate = self._tokens_per_s
-        self._deadline = waiting + min(MAX_WAIT_S, missing / rate if rate else 0.0)
-        self._matches = _wait(request, chains, matches, self._deadline, clock)
-        self._report.wait_ms += (clock() - waiting) * 1e3
-        wanted, anonymous = _wanted(state, self._matches, repeats)
-        if background:
-            thread = threading.Thread(target=self._reserve, args=(wanted, anonymous), name="kvstore-reserve")
-            thread.daemon = True
-            thread.start()
-        else:
-            self._reserve(wanted, anonymous)
-        self._report.match_ms = (clock() - began) * 1e3
+    def begin(self, state: CacheState, repeats: int, *, background: bool) -> None:
+        """Leases what is held, and asks for slots for the rest: `fill` waits for that."""
+        chains, size = [row.chain for row in state.rows], state.block_tokens
+        if not background:
+            self._ask(chains, size, repeats)
+            return
+        device = state.device
 
-    def _reserve(self, wanted: list[list[bytes]], anonymous: int) -> None:
+        def ask() -> None:
+            with on_device(device):
+                self._ask(chains, size, repeats)
+
+        threading.Thread(target=ask, name="kvstore-open", daemon=True).start()
+
+    def _ask(self, chains: list[list[bytes]], block_tokens: int, repeats: int) -> None:
         try:
+            self._look_up(chains, block_tokens)
+            wanted, anonymous = _wanted(chains, self._matches, repeats)
             statuses = self._request.reserve([b"".join(digests) for digests in wanted], anonymous)
         except BaseException as error:  # noqa: BLE001  raised by `fill`, in the caller's thread
             self._reserved.set_exception(error)
@@ -134,12 +127,27 @@ class _Opening:
             digests = [digest for row in wanted for digest in row]
             self._reserved.set_result(dict(zip(digests, statuses, strict=False)))
 
+    def _look_up(self, chains: list[list[bytes]], block_tokens: int) -> None:
+        request, clock = self._request, self._clock
+        began = clock()
+        joined = [b"".join(chain) for chain in chains]
+        matches = request.match(joined) if any(joined) else [Match() for _ in joined]
+        waiting = clock()
+        missing = max(
+            len(ids) - len(match.blocks) * block_tokens for ids, match in zip(self._prompt.ids, matches, strict=True)
+        )
+        rate = self._tokens_per_s
+        self._deadline = waiting + min(MAX_WAIT_S, missing / rate if rate else 0.0)
+        self._matches = _wait(request, joined, matches, self._deadline, clock)
+        self._report.wait_ms += (clock() - waiting) * 1e3
+        self._report.match_ms += (clock() - began) * 1e3
+
     def fill(self, state: CacheState) -> None:
         """Puts the held prefix into the cache's rows. Raises LocalBudgetExceeded."""
         request, clock, report = self._request, self._clock, self._report
-        began = clock()
-        # The call behind it has a deadline of its own.
+        # The calls behind it have deadlines of their own.
         reserved = self._reserved.result()
+        began = clock()
         if _IN_FLIGHT in reserved.values() and clock() < self._deadline:
             # Somebody began between our look-up and our reservation.
             waiting = clock()
@@ -184,17 +192,17 @@ def _wait(
     return matches
 
 
-def _wanted(state: CacheState, matches: Sequence[Match], repeats: int) -> tuple[list[list[bytes]], int]:
+def _wanted(chains: Sequence[list[bytes]], matches: Sequence[Match], repeats: int) -> tuple[list[list[bytes]], int]:
     """Digests of the blocks that each row will compute, each once; and how many more slots will be needed."""
     wanted: list[list[bytes]] = []
     seen: set[bytes] = set()
     anonymous = 0
-    for row, match in zip(state.rows, matches, strict=True):
-        own = [digest for digest in row.chain[len(match.blocks) :] if digest not in seen]
+    for chain, match in zip(chains, matches, strict=True):
+        own = [digest for digest in chain[len(match.blocks) :] if digest not in seen]
         seen.update(own)
         wanted.append(own)
         # Repeated blocks, a batch's blocks beyond the shared past, the copied last block, and what comes next.
-        anonymous += len(row.chain) - len(match.blocks) - len(own)
+        anonymous += len(chain) - len(match.blocks) - len(own)
         anonymous += repeats * (1 + BLOCKS_AHEAD)
     return wanted, anonymous
 
