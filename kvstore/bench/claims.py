@@ -110,30 +110,32 @@ def _values(rows: Sequence[Row], run: str, arm: str, key: str) -> list[float]:
     ]  # fmt: skip
 
 
+def _native(rows: Sequence[Row], run: str, key: str) -> float | None:
+    """DynamicCache's median, by the attention with which it does better."""
+    arms = [_values(rows, run, arm, key) for arm in ("dynamic", "dynamic-flash")]
+    return min((median(values) for values in arms if values), default=None)
+
+
 def _ratio(run: str, key: str, bar: float) -> _Figure:
     """Ours over DynamicCache's: medians of speeds, the most of ours over the median for bytes."""
 
     def figure(rows: Sequence[Row]) -> tuple[float, float] | None:
-        ours, native = _values(rows, run, "int8", key), _values(rows, run, "dynamic", _native_key(key))
-        if not ours or not native:
+        ours = _values(rows, run, "int8", key)
+        native = _native(rows, run, "kv_bytes" if key == "kv_peak_bytes" else key)
+        if not ours or native is None:
             return None
-        top = max(ours) if key.startswith("kv") else median(ours)
-        return top / median(native), bar
+        return (max(ours) if key.startswith("kv") else median(ours)) / native, bar
 
     return figure
-
-
-def _native_key(key: str) -> str:
-    return "kv_bytes" if key == "kv_peak_bytes" else key
 
 
 def _prompt_peak(run: str) -> _Figure:
     def figure(rows: Sequence[Row]) -> tuple[float, float] | None:
         ours, bare = _values(rows, run, "int8", "peak"), _values(rows, run, "no-cache", "peak")
-        native = _values(rows, run, "dynamic", "kv_bytes")
-        if not ours or not bare or not native:
+        native = _native(rows, run, "kv_bytes")
+        if not ours or not bare or native is None:
             return None
-        return max(ours) / MIB, (median(bare) + 0.55 * median(native)) / MIB + 64
+        return max(ours) / MIB, (median(bare) + 0.55 * native) / MIB + 64
 
     return figure
 

@@ -16,6 +16,7 @@ RUNS_HEAD = [
 DRIVER_HEAD = ["when", "process", "driver, MiB", "by torch, MiB", "slabs, MiB", "context and the rest, MiB"]
 _NAMES = {
     "dynamic": "DynamicCache",
+    "dynamic-flash": "DynamicCache, cuDNN off",
     "static": "StaticCache, compiled",
     "hqq8": "QuantizedCache HQQ int8",
     "no-cache": "none (use_cache=False)",
@@ -27,14 +28,15 @@ _NAMES = {
 
 
 def run_lines(rows: Sequence[Row]) -> list[list[str]]:
-    """One line a run and cache; ratios are to DynamicCache in the same run."""
+    """One line a run and cache; ratios are to DynamicCache in the same run, with cuDNN off if that was run."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["measure"] == "run":
             groups.setdefault((row["run"], row["arm"]), []).append(row)
     lines = []
     for run, arm in sorted(groups, key=lambda pair: (_order(rows, pair[0]), list(_NAMES).index(pair[1]))):
-        group, native = groups[run, arm], groups.get((run, "dynamic"), [])
+        group = groups[run, arm]
+        native = groups.get((run, "dynamic-flash")) or groups.get((run, "dynamic"), [])
         cut = any(row["cut_short"] for row in group)
         tokens = f" (cut at {group[0]['tokens_out']})" if cut else ""
         lines.append(

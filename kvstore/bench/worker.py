@@ -114,10 +114,11 @@ class WorkerProgram:
             return asdict(arms.forward_without_cache(self._model, ids, self._meter))
         if arm in NATIVE:
             length = tokens_in + max(tokens_out, room)
-            measured, self._kept = arms.generate(
-                self._model, ids, tokens_out, self._meter,
-                cache=lambda: arms.native_cache(arm, self._model.config, length), base=None, bound_s=bound_s,
-            )  # fmt: skip
+            with arms.backends(arm):
+                measured, self._kept = arms.generate(
+                    self._model, ids, tokens_out, self._meter,
+                    cache=lambda: arms.native_cache(arm, self._model.config, length), base=None, bound_s=bound_s,
+                )  # fmt: skip
             return asdict(measured)
         store, _, model = self._attached[arm]
         measured, self._kept = arms.generate(

@@ -50,6 +50,14 @@ def test_kv_bytes_count_at_their_worst(bytes_: int, holds: bool) -> None:
     assert claim.holds is holds
 
 
+def test_a_time_is_against_the_faster_of_the_two_dynamic_caches() -> None:
+    slow, quick = run("dynamic", "1x10000x1", ms=400.0), run("dynamic-flash", "1x10000x1", ms=100.0)
+    for rows in ([slow, quick], [quick, slow]):
+        claim = only([*rows, run("int8", "1x10000x1", ms=120.0)], "1x10000x1, int8: time")
+        assert claim.value == 1.2
+        assert not claim.holds
+
+
 def test_the_peak_is_against_what_dynamic_cache_holds() -> None:
     rows = [run("dynamic", "1x1x2048", kv_peak_bytes=9000), run("int8", "1x1x2048", kv_peak_bytes=561)]
     claim = only(rows, "reserve-ahead")

@@ -25,7 +25,7 @@ def play(stage: Stage) -> None:
         for repeat in range(repeats + 1):
             _one_prompt(stage, tokens, repeat)
         history = Run(1, tokens, 17)
-        step = stage.run("main", "dynamic", history)["step_ms"]
+        step = stage.run("main", "dynamic-flash", history)["step_ms"]
         stage.add("eager-step", tokens=tokens, step_ms=step)
         stage.clear("main", ARM)
     stage.add_driver("two workers on one service")
