@@ -102,8 +102,9 @@ class Attachment:
                     layout=layout_of(self.plan, self.codec),
                     shard=Shard(self.plan.layer_group, 0, self.plan.kv_heads),
                 )
-                self._namespace = self.store.namespace_for(identity, self._make_plan, device=self.plan.device)
-                self._prepare(self._namespace)
+                namespace = self.store.namespace_for(identity, self._make_plan, device=self.plan.device)
+                self._prepare(namespace)
+                self._namespace = namespace
             return self._namespace
 
     def _prepare(self, namespace: Namespace) -> None:

@@ -152,7 +152,10 @@ class _Opening:
             # Somebody began between our look-up and our reservation.
             waiting = clock()
             before, chains = self._matches, _chains(state)
-            self._matches = _wait(request, chains, request.match(chains), self._deadline, clock)
+            found = request.match(chains)
+            # A service that goes away in between must not cost what is leased already.
+            if _blocks(found) >= _blocks(before):
+                self._matches = _wait(request, chains, found, self._deadline, clock)
             report.wait_ms += (clock() - waiting) * 1e3
             _unreserve(request, state, before, self._matches, reserved)
         matches = self._matches
@@ -172,6 +175,10 @@ def _chains(state: CacheState) -> list[bytes]:
     return [b"".join(row.chain) for row in state.rows]
 
 
+def _blocks(matches: Sequence[Match]) -> int:
+    return sum(len(match.blocks) for match in matches)
+
+
 def _wait(
     request: RequestLike,
     chains: Sequence[bytes],
@@ -186,7 +193,7 @@ def _wait(
             break
         found = request.match(chains, wait_ms=min(left_ms, _WAIT_SLICE_MS))
         # A service that goes away in between must not cost what is leased already.
-        if sum(len(m.blocks) for m in found) < sum(len(m.blocks) for m in matches):
+        if _blocks(found) < _blocks(matches):
             break
         matches = found
     return matches
