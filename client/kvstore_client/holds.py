@@ -87,14 +87,16 @@ class HostHold(Hold):
         return slab, memory
 
     def pin(self, ordinal: int, *, writable: bool) -> None:
-        """See Hold. A refusal is said, and leaves memory that is copied more slowly."""
+        """See Hold. A refusal is said, and leaves memory that can be copied to, but not read in place."""
         if self._pinned_for is not None or self._refused:
             return
         try:
             cuda.get().register_host(self.address, self.nbytes, ordinal, writable=writable)
         except CudaError as error:
             self._refused = True
-            log.warning("%d bytes of host memory can't be pinned, fetching them is slower: %s", self.nbytes, error)
+            log.warning(
+                "%d bytes of host memory can't be pinned, so no block in them is reused: %s", self.nbytes, error
+            )
         else:
             self._pinned_for = ordinal
 

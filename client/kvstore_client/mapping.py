@@ -72,7 +72,7 @@ class SlabMap:
     def open(self, slab_id: int, slot_bytes: int, *, writable: bool, compute_device: str = "cpu") -> Slab:
         """The slab, mapped with at least the rights asked for; pinned if it is host memory that a CUDA device reads.
 
-        Raises a ServiceError; nothing is mapped then.
+        Raises a ServiceError; nothing is mapped then, or it stays mapped unpinned, for writing alone.
         """
         with self._lock:
             if slab_id in self._retired:
@@ -89,6 +89,12 @@ class SlabMap:
                 raise BadReplyError(f"slab {slab_id} has slots of {slab.slot_bytes} bytes; expected {slot_bytes}")
             if not is_cuda(self.home.device) and is_cuda(compute_device) and not slab.pinned:
                 mapped.pin(int(compute_device.removeprefix("cuda:")))
+                if not slab.pinned and not writable:
+                    # A copy into it needs no pinning; a kernel's pass over it would fail in the middle of an answer.
+                    raise ServiceUnavailableError(
+                        f"slab {slab_id} can't be read by {compute_device}: its {mapped.hold.nbytes} bytes of host "
+                        "memory could not be pinned; free memory of this host, or serve with --device cuda"
+                    )
             return slab
 
     def downgrade(self, slab_ids: list[int]) -> list[int]:

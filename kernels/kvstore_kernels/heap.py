@@ -12,10 +12,9 @@ def keep_freed_memory() -> None:
     """Lets glibc keep up to 64 MiB of freed heap instead of returning it to the system between two layers.
 
     A native cache keeps every layer's K and V, and these lie in the heap like piles: what is freed below them can't be
-    returned. Blocks live in slabs, outside of the heap, so each layer's temporaries would go back to the system and be
-    faulted in again by the next layer: 6 % of the attention's time in a prompt of 1000 tokens. Freeing one large block
-    (never touched, so it costs nothing) raises glibc's own dynamic thresholds to their usual end; no setting of the
-    process is overridden. Elsewhere it has no effect.
+    returned. Blocks live in slabs, outside of the heap, so each layer's temporaries may go back to the system and be
+    faulted in again by the next layer. Freeing one large block (never touched, so it costs nothing) raises glibc's own
+    dynamic thresholds to their usual end; no setting of the process is overridden. Elsewhere it has no effect.
     """
     # The result is dropped at once: freeing it is the point.
     torch.empty(_LARGEST_OBSERVED, dtype=torch.uint8)

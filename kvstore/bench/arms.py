@@ -98,7 +98,8 @@ def backends(arm: str) -> AbstractContextManager[None]:
     """The attention that torch may choose from in an arm.
 
     By default that is cuDNN's on Hopper, which makes a plan for every new length, so in every step of a first answer:
-    53 ms a token of the seed's model instead of 15 (one H200, torch 2.11). "dynamic-flash" leaves cuDNN out.
+    53 ms a token of the seed's model, 15 to 17 once its plans are there (one H200, torch 2.11). "dynamic-flash" leaves
+    cuDNN out.
     """
     if arm != "dynamic-flash":
         return contextlib.nullcontext()

@@ -27,6 +27,7 @@ from kvstore.bench.stage import Settings
 from kvstore.demo.claims import Row
 from kvstore.demo.convert import converted_model
 from kvstore.demo.errors import DemoError, OptionError
+from kvstore.demo.program import run_app
 from kvstore.demo.report import CLAIMS_HEAD, claim_lines, to_rich
 from kvstore.demo.results import check_target, write_json
 
@@ -179,15 +180,4 @@ def _finish(results: dict[str, Any], json_file: Path | None, console: Console) -
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command with `arguments` and returns the exit code; errors are one text on stderr."""
-    try:
-        app(args=list(arguments), prog_name="kvstore bench")
-    except SystemExit as end:
-        # The framework's own way to end: 0 for --help, 2 for a bad option, or the code of typer.Exit.
-        return end.code if isinstance(end.code, int) else 0
-    except DemoError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    except OSError as error:
-        sys.stderr.write(f"error: {error}. Expected room and permission to write there\n")
-        return 1
-    return 0
+    return run_app(app, "kvstore bench", arguments)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
@@ -14,6 +11,7 @@ from kvstore.bench.sections import SECTIONS, Section
 from kvstore.bench.stage import Settings, Stage
 from kvstore.demo.claims import Row
 from kvstore.demo.errors import DemoError
+from kvstore.demo.program import terminate_is_interrupt
 
 
 def play(
@@ -23,7 +21,7 @@ def play(
     Every process it starts is gone when it returns or raises. `keep` gets all rows so far, now and then.
     """
     with (
-        _terminate_is_interrupt(),
+        terminate_is_interrupt(),
         Stage(settings, lambda text: console.print(f"  {text}", markup=False), keep) as stage,
     ):
         chosen = [section for section in SECTIONS if section.name in only]
@@ -57,17 +55,3 @@ def _load_all(stage: Stage, sections: Sequence[Section]) -> None:
         except DemoError as error:
             stage.fail(f"worker {name}", error)
             stage.end_worker(name)
-
-
-@contextmanager
-def _terminate_is_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that the child processes are ended too."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

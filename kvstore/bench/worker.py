@@ -5,13 +5,7 @@ As the demo's: one JSON command a line on stdin, one JSON answer a line on descr
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import json
-import logging
-import os
-import signal
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -21,21 +15,21 @@ import torch
 
 from kvstore.bench import arms, blocks, models
 from kvstore.bench.arms import NATIVE, Meter
+from kvstore.demo.program import CommandProgram
 
-_PR_SET_PDEATHSIG = 1
 _RATE_BYTES = 512 * 2**20
 _RATE_REPEATS = 5
 
 
-class WorkerProgram:
-    """The commands. Public methods are commands: keyword arguments in, something JSON can hold out.
+class WorkerProgram(CommandProgram):
+    """The commands.
 
     `_attached` holds, for each arm of ours, its store, its attachment and its copy of the model (weights shared).
     `_kept` is the last run's cache: it holds its memory until `drop`.
     """
 
     def __init__(self, answers: int) -> None:
-        self._answers = answers
+        super().__init__(answers)
         self._attached: dict[str, tuple[Any, Any, Any]] = {}
         self._stores: dict[str, Any] = {}
         self._kept: Any = None
@@ -199,18 +193,8 @@ class WorkerProgram:
         _, attachment, model = self._attached[arm]
         return blocks.teacher_forced(attachment, model, torch.tensor([ids], device=self._device), prefill, Path(target))
 
-    # -- the program ------------------------------------------------------------------------------------------
-
-    def serve(self) -> None:
-        """Answers commands until stdin ends."""
-        for line in sys.stdin:
-            command = json.loads(line)
-            do = command.pop("do")
-            try:
-                self._write({"result": getattr(self, do)(**command)})
-            except Exception as error:  # the whole program's boundary: a failed command is a row of the results
-                logging.getLogger(__name__).exception("%s failed", do)
-                self._write({"error": f"{type(error).__name__}: {error}"})
+    def close(self) -> None:
+        """Drops the cache and ends the connections."""
         self.drop()
         for store in self._stores.values():
             store.close()
@@ -218,19 +202,6 @@ class WorkerProgram:
     def _ids(self, batch: int, tokens: int, seed: int) -> torch.Tensor:
         return models.prompt(self._model.config.vocab_size, batch, tokens, seed, self._device)
 
-    def _write(self, answer: dict[str, Any]) -> None:
-        data = json.dumps(answer).encode() + b"\n"
-        while data:
-            data = data[os.write(self._answers, data) :]
-
-
-def main() -> None:
-    """Entry point."""
-    # Dies with the benchmark even in the middle of a long forward pass.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    logging.basicConfig(level=logging.INFO)
-    WorkerProgram(int(sys.argv[1])).serve()
-
 
 if __name__ == "__main__":
-    main()
+    WorkerProgram.main()

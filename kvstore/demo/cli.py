@@ -20,9 +20,10 @@ from rich.console import Console
 from kvstore.demo import models, report
 from kvstore.demo.claims import claims_from, not_measured
 from kvstore.demo.convert import converted_model
-from kvstore.demo.errors import DemoError, OptionError
+from kvstore.demo.errors import OptionError
 from kvstore.demo.play import Outcome, play
 from kvstore.demo.plot import draw
+from kvstore.demo.program import run_app
 from kvstore.demo.results import check_target, describe_device, make_results, write_json
 from kvstore.demo.stage import Settings
 
@@ -117,18 +118,7 @@ def check_options(
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command with `arguments` and returns the exit code; errors are one text on stderr."""
-    try:
-        app(args=list(arguments), prog_name="kvstore demo")
-    except SystemExit as end:
-        # The framework's own way to end: 0 for --help, 2 for a bad option, or the code of typer.Exit.
-        return end.code if isinstance(end.code, int) else 0
-    except DemoError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    except OSError as error:
-        sys.stderr.write(f"error: {error}. Expected room and permission to write there\n")
-        return 1
-    return 0
+    return run_app(app, "kvstore demo", arguments)
 
 
 def _with_folder(settings: Settings, console: Console) -> Settings:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvstore.demo.claims import Row
 from kvstore.demo.errors import DemoError
+from kvstore.demo.program import terminate_is_interrupt
 from kvstore.demo.scenes import SCENES, Scene
 from kvstore.demo.stage import Settings, Stage
 
@@ -35,7 +32,7 @@ def play(settings: Settings, console: Console) -> Outcome:
     outcome = Outcome()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with (
-        _terminate_is_interrupt(),
+        terminate_is_interrupt(),
         Progress(*columns, console=console) as progress,
         Stage(settings, lambda text: progress.console.print(f"  note: {text}")) as stage,
     ):
@@ -61,17 +58,3 @@ def _play_one(scene: Scene, stage: Stage) -> str:
     except DemoError as error:
         return str(error)
     return ""
-
-
-@contextmanager
-def _terminate_is_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that the child processes are ended too."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

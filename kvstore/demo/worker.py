@@ -7,22 +7,17 @@ log. The process ends when stdin does, so it never outlives a demo that was kill
 from __future__ import annotations
 
 import copy
-import ctypes
-import json
 import logging
-import os
-import signal
-import sys
 import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstore.demo.program import CommandProgram
+
 if TYPE_CHECKING:
     from kvstore.demo.arms import NativeArm, SharedArm
-
-_PR_SET_PDEATHSIG = 1
 
 
 class _Warnings(logging.Handler):
@@ -36,11 +31,11 @@ class _Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-class WorkerProgram:
-    """The commands. Public methods are commands: keyword arguments in, something JSON can hold out."""
+class WorkerProgram(CommandProgram):
+    """The commands."""
 
     def __init__(self, answers: int) -> None:
-        self._answers = answers
+        super().__init__(answers)
         self._store: Any = None
         self._tokenizer: Any = None
         self._arms: dict[str, NativeArm | SharedArm] = {}
@@ -154,26 +149,13 @@ class WorkerProgram:
         """Waits until commits and releases have reached the service."""
         return bool(self._store.flush(timeout))
 
-    def serve(self) -> None:
-        """Answers commands until stdin ends."""
-        for line in sys.stdin:
-            command = json.loads(line)
-            do = command.pop("do")
-            try:
-                self._write({"result": getattr(self, do)(**command)})
-            except Exception as error:  # the whole program's boundary: the demo decides what a failed command means
-                logging.getLogger(__name__).exception("%s failed", do)
-                self._write({"error": f"{type(error).__name__}: {error}"})
+    def close(self) -> None:
+        """Ends the connection."""
         if self._store is not None:
             self._store.close()
 
     def _announce(self) -> None:
-        self._write({"event": "first-token"})
-
-    def _write(self, answer: dict[str, Any]) -> None:
-        data = json.dumps(answer).encode() + b"\n"
-        while data:
-            data = data[os.write(self._answers, data) :]
+        self.write({"event": "first-token"})
 
 
 def _twin(model: Any) -> Any:
@@ -182,13 +164,5 @@ def _twin(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
-def main() -> None:
-    """Entry point."""
-    # Dies with the demo even in the middle of a long forward pass.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    logging.basicConfig(level=logging.INFO)
-    WorkerProgram(int(sys.argv[1])).serve()
-
-
 if __name__ == "__main__":
-    main()
+    WorkerProgram.main()

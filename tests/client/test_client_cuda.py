@@ -202,14 +202,17 @@ def test_host_slabs_are_pinned_for_a_device(driver: FakeDriver, supply_of_memfd:
     assert unmapped == [7]
 
 
-def test_memory_that_can_not_be_pinned_is_used_all_the_same(
+def test_memory_that_can_not_be_pinned_is_written_but_never_read_in_place(
     driver: FakeDriver, supply_of_memfd: Supply, caplog: pytest.LogCaptureFixture
 ) -> None:
     driver.fail["cuMemHostRegister"] = Status.CUDA_ERROR_OUT_OF_MEMORY
     slabs, _, _ = slab_map(supply_of_memfd, ServiceMemory())
     for _ in range(3):
-        assert not slabs.open(7, SLOT, writable=False, compute_device="cuda:0").pinned
+        with pytest.raises(ServiceUnavailableError, match=r"slab 7 can't be read by cuda:0.*could not be pinned"):
+            slabs.open(7, SLOT, writable=False, compute_device="cuda:0")
+        assert not slabs.open(7, SLOT, writable=True, compute_device="cuda:0").pinned
     assert caplog.text.count("can't be pinned") == 1
+    assert not slabs.open(7, SLOT, writable=False, compute_device="cpu").pinned
 
 
 @pytest.fixture

@@ -314,6 +314,22 @@ def test_slots_are_reserved_while_generate_prepares(kit: Any, store: Any, llama:
     assert store.private_blocks() == 0
 
 
+def test_a_device_that_is_gone_is_an_error_of_the_first_use_and_no_wait(
+    kit: Any, store: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(device: torch.device) -> None:
+        raise RuntimeError(f"{device} is gone")
+
+    with attach(store, llama, codec="passthrough") as attachment:
+        llama.generate(kit.ids_of(100, 80), max_new_tokens=2, do_sample=False)
+        monkeypatch.setattr("kvstore_client.hook.prefix.on_device", gone)
+        cache = attachment.open_cache(read_prompt(kit.ids_of(200, 81), None), background=True)
+        with pytest.raises(RuntimeError, match="cpu is gone"):
+            cache.get_seq_length()
+        cache.close()
+    assert store.private_blocks() == 0
+
+
 def test_a_streamer_gets_nothing_of_a_request_without_room(kit: Any, store: Any, llama: Any) -> None:
     class Streamer:
         put_anything = False

@@ -64,11 +64,10 @@ def open_cache(
             row.ids = ids
             row.chain = chain_digests(ids, pool.block_tokens, salt=salt)
         opening = _Opening(request, prompt, report, keep_last=keep_last, tokens_per_s=tokens_per_s, clock=clock)
+        state.opening = opening
         opening.begin(state, repeats, background=background)
-        if background:
-            state.opening = opening
-        else:
-            opening.fill(state)
+        if not background:
+            state.ready()
     except BaseException:
         cache.close()
         raise
@@ -104,28 +103,24 @@ class _Opening:
 
     def begin(self, state: CacheState, repeats: int, *, background: bool) -> None:
         """Leases what is held, and asks for slots for the rest: `fill` waits for that."""
-        chains, size = [row.chain for row in state.rows], state.block_tokens
-        if not background:
-            self._ask(chains, size, repeats)
-            return
-        device = state.device
+        chains = [row.chain for row in state.rows]
+        arguments = (state.device, chains, state.block_tokens, repeats)
+        if background:
+            threading.Thread(target=self._ask, args=arguments, name="kvstore-open", daemon=True).start()
+        else:
+            self._ask(*arguments)
 
-        def ask() -> None:
-            with on_device(device):
-                self._ask(chains, size, repeats)
-
-        threading.Thread(target=ask, name="kvstore-open", daemon=True).start()
-
-    def _ask(self, chains: list[list[bytes]], block_tokens: int, repeats: int) -> None:
+    def _ask(self, device: torch.device, chains: list[list[bytes]], block_tokens: int, repeats: int) -> None:
         try:
-            self._look_up(chains, block_tokens)
-            wanted, anonymous = _wanted(chains, self._matches, repeats)
-            statuses = self._request.reserve([b"".join(digests) for digests in wanted], anonymous)
+            with on_device(device):
+                self._look_up(chains, block_tokens)
+                wanted, anonymous = _wanted(chains, self._matches, repeats)
+                statuses = self._request.reserve([b"".join(digests) for digests in wanted], anonymous)
         except BaseException as error:  # noqa: BLE001  raised by `fill`, in the caller's thread
             self._reserved.set_exception(error)
         else:
             digests = [digest for row in wanted for digest in row]
-            self._reserved.set_result(dict(zip(digests, statuses, strict=False)))
+            self._reserved.set_result(dict(zip(digests, statuses, strict=True)))
 
     def _look_up(self, chains: list[list[bytes]], block_tokens: int) -> None:
         request, clock = self._request, self._clock
