@@ -47,8 +47,8 @@ def launch_checksums(slab: Slab, slots: Sequence[int], nbytes: int, stream: int)
     numbers.copy_(host.pin_memory() if slab.device.type == "cuda" else host, non_blocking=True)
     data = slab.data[: slab.slots * slab.slot_bytes].view(torch.int64)
     sums = numbers[1]
-    checksum(count, tiles, 1, stream, pointer(data), pointer(numbers[0]), pointer(sums), slab.slot_bytes // 8, words)
-    finish(-(-count // 32), 1, 1, stream, pointer(sums), count, words)
+    checksum((count, tiles, 1), stream, pointer(data), pointer(numbers[0]), pointer(sums), slab.slot_bytes // 8, words)
+    finish((-(-count // 32), 1, 1), stream, pointer(sums), count, words)
     return [number & ((1 << 64) - 1) for number in sums.tolist()]
 
 

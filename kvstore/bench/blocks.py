@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,31 +55,72 @@ def write_read_only(attachment: Any, ids: torch.Tensor) -> str:
     raise RuntimeError("a write through the read-only mapping went through")
 
 
-def teacher_forced(attachment: Any, model: Any, ids: torch.Tensor, prefill: int, target: Path) -> int:
-    """Prefill of `prefill` tokens, then single steps, then the rest in one pass over codes; keeps all logits but the
-    prompt's. `ids` [1, tokens].
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """How a text is forced through a model: what to keep and what to change.
+
+    `keep` is a file for the K and V that layers are given to store, `given` one whose K and V they store instead;
+    `nudge` is a relative change of the input embeddings.
+    """
+
+    target: Path
+    prefill: int
+    keep: Path | None = None
+    given: Path | None = None
+    nudge: float = 0.0
+
+
+def teacher_forced(attachment: Any, model: Any, ids: torch.Tensor, how: Forced) -> int:
+    """Prefill of `how.prefill` tokens, then single steps, then the rest in one pass over codes; writes all logits but
+    the prompt's to `how.target` (.npy, float32) and returns their number. `ids` [1, tokens].
     """
     import numpy as np
 
     kept = []
     total = ids.shape[1]
-    cuts = [0, prefill, *range(prefill + 1, min(total, prefill + _STEPS_AT_ONCE) + 1), total]
-    with torch.no_grad(), attachment.cache(ids[:, :1]) as cache:
+    cuts = [0, how.prefill, *range(how.prefill + 1, min(total, how.prefill + _STEPS_AT_ONCE) + 1), total]
+    embeddings = model.get_input_embeddings()(ids) * (1 + how.nudge)
+    with torch.no_grad(), attachment.cache(ids[:, :1]) as cache, _stored_kv(cache.state.codec, how):
         for first, last in itertools.pairwise(cuts):
             if first == last:
                 continue
-            keep = 1 if first == 0 else last - first
             output = model(
-                input_ids=ids[:, first:last],
+                inputs_embeds=embeddings[:, first:last],
                 position_ids=torch.arange(first, last, device=ids.device)[None],
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=keep,
+                logits_to_keep=1 if first == 0 else last - first,
             )
             kept.append(output.logits[0].float().cpu())
     logits = torch.cat(kept)
-    np.save(target, logits.numpy())
+    np.save(how.target, logits.numpy())
     return len(logits)
+
+
+@contextmanager
+def _stored_kv(codec: Any, how: Forced) -> Iterator[None]:
+    """While open, the codec's writes are kept in a file, or are given K and V from one."""
+    seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    given = iter(torch.load(how.given)) if how.given else None
+    write = codec.write
+
+    def stand_in(layer: int, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+        if how.keep:
+            seen.append((layer, k.detach().clone(), v.detach().clone()))
+        if given is not None:
+            expected, *other = next(given)
+            if expected != layer or other[0].shape != k.shape:
+                raise RuntimeError(f"layer {layer} stores {tuple(k.shape)}, the file has layer {expected}")
+            k, v = (tensor.to(k) for tensor in other)
+        write(layer, k, v, *rest)
+
+    codec.write = stand_in
+    try:
+        yield
+    finally:
+        del codec.write
+    if how.keep:
+        torch.save(seen, how.keep)
 
 
 def _whole_blocks(state: Any) -> list[Any]:

@@ -188,10 +188,21 @@ class WorkerProgram(CommandProgram):
         ids: list[int] = self._tokenizer(texts.find_text().body, add_special_tokens=False).input_ids[:tokens]
         return ids
 
-    def teacher_forced(self, arm: str, ids: list[int], prefill: int, target: str) -> int:
+    def teacher_forced(
+        self,
+        arm: str,
+        ids: list[int],
+        prefill: int,
+        target: str,
+        keep: str | None = None,
+        given: str | None = None,
+        nudge: float = 0.0,
+    ) -> int:
         """Logits of `ids` from position `prefill` - 1 on, written to `target` (.npy, float32); their number."""
         _, attachment, model = self._attached[arm]
-        return blocks.teacher_forced(attachment, model, torch.tensor([ids], device=self._device), prefill, Path(target))
+        files = [Path(name) if name else None for name in (keep, given)]
+        how = blocks.Forced(Path(target), prefill, keep=files[0], given=files[1], nudge=nudge)
+        return blocks.teacher_forced(attachment, model, torch.tensor([ids], device=self._device), how)
 
     def close(self) -> None:
         """Drops the cache and ends the connections."""

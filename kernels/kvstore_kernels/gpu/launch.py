@@ -1,10 +1,10 @@
-"""Starts Triton kernels without the cost of Triton's own call: compiled ones are found once and launched directly."""
+"""Compiles Triton kernels and starts them through the driver: a launch writes what changed and makes one call."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -12,18 +12,35 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvstore_kernels.errors import KernelError
+from kvstore_kernels.gpu.driver import DriverKernel
 
 # Kernels run on CPU tensors, slowly and in Python: for tests only, and fixed when triton is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# Takes the grid's three sizes, the stream, and the arguments that aren't constants.
-Launch = Callable[..., None]
 Pointer = Any
+Grid = tuple[int, int, int]
+
+
+class Call(Protocol):
+    """A launch whose arguments are all known but a few: takes the stream and those, in the order they were named."""
+
+    def __call__(self, stream: int, *changing: Any) -> None: ...
+
+
+class Launch(Protocol):
+    """A compiled kernel. Arguments are those that aren't constants, addresses for pointers."""
+
+    def __call__(self, grid: Grid, stream: int, *arguments: Any) -> None:
+        """Starts it; its device must be current."""
+
+    def prepared(self, grid: Grid, arguments: Sequence[Any], changing: Sequence[int]) -> Call:
+        """The same launch again and again, but for the arguments at the indices `changing`. For one thread at a
+        time; whoever keeps it keeps alive what the addresses belong to.
+        """
+
 
 # One for each kernel, shape and device that this process has used: as many as its models need.
 _launches: dict[Hashable, Launch] = {}
-# A launch uses the kernel's loaded code.
-_kernels: list[Any] = []
 
 _TYPES = {
     torch.int8: "*i8",
@@ -86,11 +103,10 @@ def launcher(
 ) -> Launch:
     """Compiles `function` for `device` (seconds, once for a machine: Triton keeps the result), ready to be launched.
 
-    The result is called (grid x, grid y, grid z, stream, *arguments) with addresses for pointers; `device` must be
-    current. Raises KernelError where the device is older than the kernels need.
+    Raises KernelError where the device is older than the kernels need.
     """
     if INTERPRETED:
-        return _interpreted(function, constants)
+        return _Interpreted(function, constants)
     # Codecs come and go: what was compiled for one serves all of its shape.
     key = (function.__name__, tuple(types), tuple(constants.items()), device, unaligned, even, tuple(options.items()))
     found = _launches.get(key)
@@ -117,23 +133,27 @@ def _launcher(
     with torch.cuda.device(device):
         ast = source(function, types, constants, unaligned, even)
         kernel = compiled(ast, GPUTarget("cuda", 10 * major + minor, 32), options)
-        run = kernel.run
-        # Loaded by the first use of `run`.
-        handle, packed = kernel.function, kernel.packed_metadata
-    _kernels.append(kernel)
-    fixed = tuple(constants[name] for name in function.arg_names[len(types) :])
-
-    def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
-        run(x, y, z, stream, handle, packed, None, None, None, *arguments, *fixed)
-
-    return launch
+        return DriverKernel(kernel, types, device)
 
 
-def _interpreted(function: Any, constants: Mapping[str, Any]) -> Launch:
-    def launch(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:  # noqa: ARG001
-        function[(x, y, z)](*arguments, **constants)
+class _Interpreted:
+    """A kernel in Triton's interpreter: what it changes, it changes in tensors of this process."""
 
-    return launch
+    def __init__(self, function: Any, constants: Mapping[str, Any]) -> None:
+        self._function, self._constants = function, dict(constants)
+
+    def __call__(self, grid: Grid, stream: int, *arguments: Any) -> None:  # noqa: ARG002
+        self._function[grid](*arguments, **self._constants)
+
+    def prepared(self, grid: Grid, arguments: Sequence[Any], changing: Sequence[int]) -> Call:
+        kept = list(arguments)
+
+        def call(stream: int, *values: Any) -> None:
+            for index, value in zip(changing, values, strict=True):
+                kept[index] = value
+            self(grid, stream, *kept)
+
+        return call
 
 
 def padded(size: int) -> int:

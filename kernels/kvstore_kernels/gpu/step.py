@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,23 +15,16 @@ from kvstore_kernels.gpu.addresses import Addresses, upload
 from kvstore_kernels.gpu.codec import DeviceCodec, device_codec, even, optional
 from kvstore_kernels.gpu.copies import CudaCopies
 from kvstore_kernels.gpu.fetch import FetchRing
-from kvstore_kernels.gpu.launch import INTERPRETED, Launch, Pointer, pointer
+from kvstore_kernels.gpu.launch import INTERPRETED, Pointer, pointer
+from kvstore_kernels.gpu.places import Places
 from kvstore_kernels.gpu.split import LOG2_E, LONGEST, SPLIT_TILES, DecodePlan, Partials, kind_of
+from kvstore_kernels.gpu.writing import AppendPlan
 from kvstore_kernels.table import BlockTable
 
 if TYPE_CHECKING:
     from kvstore_kernels.codecs.base import RowTarget
 
     Targets = Sequence[RowTarget | tuple[int, int]]
-
-
-class _Append(NamedTuple):
-    """A layer's append, the same for every layer."""
-
-    launch: Launch
-    aligned: bool
-    tiles: int
-    strides: tuple[int, ...]
 
 
 class DeviceStep:
@@ -50,13 +43,11 @@ class DeviceStep:
         self._layout = layout
         self._offsets = [layer * layout.layer_bytes for layer in range(layout.layers)]
         self._anchor = torch.zeros(512, dtype=torch.uint8, device=device)
-        self._codes = pointer(self._anchor.view(self._on.code_dtype))
-        self._scales = pointer(self._anchor.view(torch.float16))
         self._addresses = Addresses(rows, device)
         # skip, start and tokens of each row; a prompt's padding and history have numbers of their own.
         self._numbers = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._prompt = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self._targets, self._prompt_targets = pointer(self._numbers), pointer(self._prompt)
+        self._prompt_targets = pointer(self._prompt)
         self._aimed: tuple[Targets, int, list[int]] | None = None
         self._skips_starts = np.zeros((2, rows), np.int64)
         self._counts: list[int] | None = None
@@ -64,9 +55,11 @@ class DeviceStep:
         self._partials = Partials(device, layout.v_dim)
         self._ring: FetchRing | None = None
         self._ring_tables: list[Pointer] = []
-        self._append_for: Any = None
-        self._append: _Append | None = None
-        self._decode_for: Any = None
+        self._places = Places(
+            codes=pointer(self._anchor.view(self._on.code_dtype)), scales=pointer(self._anchor.view(torch.float16)),
+            targets=pointer(self._numbers), table=None, width=0, rows=rows,
+        )  # fmt: skip
+        self._append: AppendPlan | None = None
         self._decode: DecodePlan | None = None
         self._index = device.index if device.index is not None else 0
 
@@ -74,12 +67,12 @@ class DeviceStep:
 
     def append(self, table: BlockTable, layer: int, k: torch.Tensor, v: torch.Tensor, targets: Targets) -> None:
         """Stores k [rows, kv_heads, L, k_dim] and v, checked by Codec.write. Raises TableError past a row's blocks."""
-        length = k.shape[2]
-        aimed = self._aimed
-        made_for = (k.shape, v.shape, k.dtype, v.dtype, k.stride(), v.stride())
-        fits = made_for == self._append_for and 0 <= layer < self._layout.layers
+        plan = self._append
+        fits = plan is not None and plan.serves(k, v, self._places) and 0 <= layer < self._layout.layers
         if not fits:
             self.codec.checked_length(layer, k, v, table, targets)
+        length = k.shape[2]
+        aimed = self._aimed
         if (
             aimed is None
             or aimed[0] is not targets
@@ -88,24 +81,16 @@ class DeviceStep:
             or self._counts != table.token_counts
         ):
             self._aim(table, targets, length)
-        if k.stride(3) != 1:
-            k = k.contiguous()
-        if v.stride(3) != 1:
-            v = v.contiguous()
-        if k.dtype != v.dtype:
-            k, v = k.float(), v.float()
-        on, plan = self._on, self._append
-        if not fits or plan is None or (plan.aligned and (k.data_ptr() | v.data_ptr()) & 15):
-            aligned = even(k, v)
-            tile = 1 if length == 1 else 16 if length <= 16 else 64
-            tiles = length if tile == 1 else (length + tile - 2) // tile + 1
-            plan = _Append(on.append(k.dtype, tile, aligned=aligned), aligned, tiles, k.stride()[:3] + v.stride()[:3])
-            self._append, self._append_for = plan, made_for
-        plan.launch(
-            plan.tiles, self._layout.kv_heads, self._rows, self._stream(), pointer(k), pointer(v), on.shifts[layer],
-            on.inverses[layer], self._codes, self._scales, self._addresses.pointer, self._targets, on.counter,
-            self._rows, self._addresses.width, layer, length, self._offsets[layer], *plan.strides,
-        )  # fmt: skip
+            fits = fits and plan is not None and plan.serves(k, v, self._places)
+        if plan is None or not fits:
+            if k.stride(3) != 1:
+                k = k.contiguous()
+            if v.stride(3) != 1:
+                v = v.contiguous()
+            if k.dtype != v.dtype:
+                k, v = k.float(), v.float()
+            plan = self._append = AppendPlan(self._on, self._places, k, v)
+        plan.launch(layer, self._stream(), k, v)
 
     def _aim(self, table: BlockTable, targets: Targets, length: int) -> None:
         if self._addresses.made_for != table.versions:
@@ -144,13 +129,21 @@ class DeviceStep:
     def _refresh(self, table: BlockTable) -> None:
         addresses = self._addresses
         addresses.refresh(table)
+        if bool(addresses.fetched) != (self._ring is not None):
+            self._decode = None
         if not addresses.fetched:
             self._ring, self._ring_tables = None, []
             addresses.send()
-            return
-        if self._ring is None:
-            self._ring = FetchRing(self._layout, CudaCopies(self.device))
-        self._ring_tables = addresses.send_fetched(self._ring.aim(addresses.fetched))
+        else:
+            if self._ring is None:
+                self._ring = FetchRing(self._layout, CudaCopies(self.device))
+            self._ring_tables = addresses.send_fetched(self._ring.aim(addresses.fetched))
+        places = self._places
+        if places.table is not addresses.pointer and (INTERPRETED or places.table != addresses.pointer):
+            places = places._replace(table=addresses.pointer)
+        if places.width != addresses.width:
+            places = places._replace(width=addresses.width)
+        self._places = places
 
     # -- decode -----------------------------------------------------------------------------------------------
 
@@ -165,9 +158,9 @@ class DeviceStep:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """`decode_attention` on the device: checks what it is given for the first time."""
-        made_for = self._decode_for
+        plan = self._decode
         if softcap is None and sliding_window is None and sinks is None:
-            if made_for is None or made_for[0] != query.shape or made_for[4] != scaling:
+            if plan is None or query.shape != plan.q_shape or scaling != plan.scaling:
                 self._checked(query, scaling, None, None, None)
             return self.decode(table, query, layer, scaling, None)
         options = self._checked(query, scaling, softcap, sliding_window, sinks)
@@ -194,40 +187,31 @@ class DeviceStep:
 
         `options` None: a plain softmax over all tokens.
         """
-        versions = table.versions
-        if self._addresses.made_for != versions:
+        if self._addresses.made_for != table.versions:
             self._refresh(table)
+        plan = self._decode
         if self._counts != table.token_counts:
             self._send_counts(table)
-            self._decode_for = None
+            if plan is not None and not plan.keeps_split(max(table.token_counts)):
+                plan = None
         if query.stride(3) != 1 or query.data_ptr() & 15:
             query = query.clone(memory_format=torch.contiguous_format)
-        made_for = (query.shape, query.dtype, query.stride(), versions, scaling)
-        plan = self._decode
-        if plan is None or options is not None or made_for != self._decode_for:
-            assert self._counts is not None
-            plan = self._decode = DecodePlan(
-                self._on, self._partials, query, max(self._counts), scaling, options, fetched=self._ring is not None
-            )
-            self._decode_for = (query.shape, query.dtype, query.stride(), list(versions), scaling)
-        result = torch.empty(plan.shape, dtype=query.dtype, device=query.device)
-        on, addresses, ring = self._on, self._addresses, self._ring
-        table_at = addresses.pointer if ring is None else self._ring_tables[ring.acquire(layer)]
-        partials = self._partials
-        stream, out = self._stream(), pointer(result)
-        plan.launch(
-            plan.programs, plan.splits, 1, stream, pointer(query), out, partials.out, partials.stats,
-            partials.arrivals, table_at, self._targets, on.factors[layer], on.shifts[layer], plan.sinks, self._codes,
-            self._scales, self._rows, addresses.width, plan.length, plan.splits, plan.fused,
-            plan.span, partials.half, self._offsets[layer], *plan.rest,
-        )  # fmt: skip
-        if ring is not None:
-            ring.release()
-        if plan.merge is not None:
-            plan.merge(
-                plan.programs, plan.span, 1, stream, out, partials.out, partials.stats, self._targets, plan.sinks,
-                plan.length, plan.splits, plan.span, partials.half, plan.column_tiles,
+        ring = self._ring
+        if plan is None or options is not None or not plan.serves(query, scaling, self._places):
+            plan = DecodePlan(
+                self._on, self._places, self._partials, query, max(table.token_counts), scaling, options,
+                fetched=ring is not None,
             )  # fmt: skip
+            # Plans with options are used once: they hold a tensor of the model's.
+            self._decode = None if options is not None else plan
+        result = query.new_empty(plan.shape)
+        stream = self._stream()
+        if ring is None:
+            plan.launch(layer, stream, query, result, self._places.table)
+        else:
+            plan.launch(layer, stream, query, result, self._ring_tables[ring.acquire(layer)])
+            ring.release()
+        plan.merge(stream, result)
         return result
 
     # -- prompts ----------------------------------------------------------------------------------------------
@@ -264,16 +248,16 @@ class DeviceStep:
         splits = max(1, min(2 * on.processors // programs, most // (2 * SPLIT_TILES)))
         if splits > 1:
             self._partials.fit(programs * splits * queries, 1)
-        partials, ring = self._partials, self._ring if any(pasts) else None
+        partials, ring, places = self._partials, self._ring if any(pasts) else None, self._places
         sinks = optional(options.sinks, on.nothing)
-        table_at = self._addresses.pointer if ring is None else self._ring_tables[ring.acquire(layer)]
+        table_at = self._places.table if ring is None else self._ring_tables[ring.acquire(layer)]
         launch = on.prefill(group, dtype, kind, fetched=ring is not None, aligned=even(query, key, value))
         stream, out = self._stream(), pointer(result)
         launch(
-            programs, splits, 1, stream, pointer(query), pointer(key), pointer(value), out, partials.out,
+            (programs, splits, 1), stream, pointer(query), pointer(key), pointer(value), out, partials.out,
             partials.stats, table_at, self._prompt_targets, on.factors[layer], on.shifts[layer], sinks,
-            self._codes, self._scales, rows, self._addresses.width, length, splits, partials.half,
-            self._offsets[layer], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            places.codes, places.scales, rows, places.width, length, splits, partials.half, self._offsets[layer],
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             min(options.sliding_window or 0, LONGEST), options.scaling * LOG2_E, (options.softcap or 0.0) * LOG2_E,
         )  # fmt: skip
         if ring is not None:
@@ -281,8 +265,8 @@ class DeviceStep:
         if splits > 1:
             merge = on.merge(group, queries, dtype, sinks=kind.sinks, skipped=True)
             merge(
-                programs, queries, 1, stream, out, partials.out, partials.stats, self._prompt_targets, sinks, length,
-                splits, queries, partials.half, q_tiles,
+                (programs, queries, 1), stream, out, partials.out, partials.stats, self._prompt_targets, sinks,
+                length, splits, queries, partials.half, q_tiles,
             )  # fmt: skip
         return result
 
@@ -306,8 +290,9 @@ class DeviceStep:
         line = self._addresses.row_pointer(row, buffer)
         launch = on.gather(dtype, fetched=ring is not None)
         launch(
-            (start + tokens - 1) // 64 - start // 64 + 1, layout.kv_heads, 1, self._stream(), pointer(k), pointer(v),
-            on.factors[layer], on.shifts[layer], self._codes, self._scales, line, start, tokens, self._offsets[layer],
+            ((start + tokens - 1) // 64 - start // 64 + 1, layout.kv_heads, 1), self._stream(), pointer(k),
+            pointer(v), on.factors[layer], on.shifts[layer], self._places.codes, self._places.scales, line, start,
+            tokens, self._offsets[layer],
         )  # fmt: skip
         if ring is not None:
             ring.release()
@@ -316,9 +301,11 @@ class DeviceStep:
     def _stream(self) -> int:
         if INTERPRETED:
             return 0
-        if torch.cuda.current_device() != self._index:
+        # The calls of torch.cuda that these stand for cost a microsecond each, twice a layer.
+        current = torch._C._cuda_getDevice()  # noqa: SLF001
+        if current != self._index:
             raise TableError(
-                f"the current CUDA device is cuda:{torch.cuda.current_device()} and the blocks lie on {self.device}: "
+                f"the current CUDA device is cuda:{current} and the blocks lie on {self.device}: "
                 "run the layer inside torch.cuda.device(...) of its own device"
             )
         return torch._C._cuda_getCurrentRawStream(self._index)  # noqa: SLF001  what Triton itself calls, once a launch
