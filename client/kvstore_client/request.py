@@ -113,13 +113,28 @@ class Request:
         Its content is undefined. Raises LocalBudgetExceeded when nothing is left; ServiceUnavailableError or
         LimitReachedError instead of a worker-local slot when the store is `required`.
         """
+        return self.take_all([digest])[0]
+
+    def take_all(self, digests: Sequence[bytes | None]) -> list[Block]:
+        """What take() gives for each of these, in one go; if it raises, nothing is taken."""
         self._check_open()
         with self._lock:
-            block = self._reserved.pop(digest, None) if digest is not None else None
-            if block is None and self._ready:
-                block = self._ready.popleft()
-                self._anonymous.add(block)
-        return self._take_local() if block is None else block
+            taken = [self._take_service(digest) for digest in digests]
+        blocks: list[Block] = []
+        try:
+            blocks.extend(self._take_local() if block is None else block for block in taken)
+        except BaseException:
+            for block in [*blocks, *(rest for rest in taken[len(blocks) :] if rest is not None)]:
+                self.give_back(block)
+            raise
+        return blocks
+
+    def _take_service(self, digest: bytes | None) -> Block | None:
+        block = self._reserved.pop(digest, None) if digest is not None else None
+        if block is None and self._ready:
+            block = self._ready.popleft()
+            self._anonymous.add(block)
+        return block
 
     def ensure_ahead(self, count: int) -> None:
         """Asks in the background for anonymous slots, so that at least `count` lie ready."""

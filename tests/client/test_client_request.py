@@ -333,3 +333,16 @@ def test_limit_reached_is_exported():
 
 def _fields(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__slots__}
+
+
+
+def test_taking_many_is_all_or_nothing(fake, opened):
+    store = opened(fake.address, local_budget=3 * 64 * (24 + 40) * 4 * 2 * 3)
+    ns = store.namespace_for(identity(), plan)
+    digests = chain_of("m", 2)
+    with store.open_request(ns) as request:
+        request.reserve([b"".join(digests)])
+        with pytest.raises(LocalBudgetExceeded):
+            request.take_all([*digests, None, None, None, None])
+        assert store.stats()["local_blocks"] == 0
+        assert len({(block.slab_id, block.slot) for block in request.take_all([None] * 3)}) == 3

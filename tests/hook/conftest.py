@@ -102,6 +102,11 @@ class FakeRequest:
         self.held.add(block)
         return block
 
+    def take_all(self, digests: Sequence[bytes | None]) -> list[Block]:
+        if self.store.budget is not None and len(self.held) + len(digests) > self.store.budget:
+            raise LocalBudgetExceeded(f"{self.store.budget} blocks in use: close caches or raise the budget")
+        return [self.take(digest) for digest in digests]
+
     def ensure_ahead(self, count: int) -> None:
         self.calls.append("ahead")
 

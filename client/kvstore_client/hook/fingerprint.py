@@ -8,6 +8,7 @@ import json
 import os
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -131,7 +132,10 @@ def _glance(model: PreTrainedModel, names: dict[int, list[str]]) -> list[tuple[o
     `names` are those of each module's settings by the module's id, from the last full hash.
     """
     seen: list[tuple[object, ...]] = []
-    for module in _modules(model):
+    for number, module in enumerate(_modules(model)):
+        if not number & 31:
+            # The thread that asks the service meanwhile needs the interpreter for a moment, after each answer.
+            time.sleep(0)
         fields = module.__dict__
         # One more or less of them is another number of fields; one that is no plain value now is told by its type,
         # as comparing it may raise.

@@ -51,6 +51,17 @@ class LocalRequest:
         self._used.add(block)
         return block
 
+    def take_all(self, digests: Sequence[bytes | None]) -> list[Block]:
+        """A slot for each; LocalBudgetExceeded and none of them if there are fewer."""
+        blocks: list[Block] = []
+        try:
+            blocks.extend(map(self.take, digests))
+        except LocalBudgetExceeded:
+            for block in blocks:
+                self.give_back(block)
+            raise
+        return blocks
+
     def ensure_ahead(self, count: int) -> None:
         """Slots are made when they are taken."""
 

@@ -115,6 +115,11 @@ class BlockPool:
         with self._working():
             return Held(self.request.take(digest), sealed=False)
 
+    def take_all(self, digests: Sequence[bytes | None]) -> list[Held]:
+        """A slot to write into for each. Never waits; raises LocalBudgetExceeded, and nothing is taken then."""
+        with self._working():
+            return [Held(block, sealed=False) for block in self.request.take_all(digests)]
+
     def hold(self, block: Block) -> Held:
         """Counts a leased block."""
         return Held(block, sealed=True)
@@ -211,14 +216,10 @@ def make_room(pool: BlockPool, rows: Sequence[Row], table: BlockTable, length: i
     for index, row in enumerate(rows):
         have = max(0, length - row.start)
         want = max(0, length + new - row.start)
-        for block in range(have // size, -(-want // size)):
-            digest = row.chain[block] if named and block < len(row.chain) else None
-            if block == len(row.blocks):
-                held = pool.take(digest)
-                row.blocks.append(held)
-                table.append_block(index, held.block.slab, held.block.slot)
-                took = True
-                continue
+        blocks = -(-want // size)
+        chain = row.chain if named else []
+        for block in range(have // size, min(blocks, len(row.blocks))):
+            digest = chain[block] if block < len(chain) else None
             held = pool.own(row.blocks[block], max(0, have - block * size), digest)
             if held is not row.blocks[block]:
                 row.blocks[block] = held
@@ -226,6 +227,12 @@ def make_room(pool: BlockPool, rows: Sequence[Row], table: BlockTable, length: i
                 row.sealed = min(row.sealed, block)
                 table.replace_block(index, block, held.block.slab, held.block.slot)
                 took = True
+        if len(row.blocks) < blocks:
+            wanted = [chain[block] if block < len(chain) else None for block in range(len(row.blocks), blocks)]
+            for held in pool.take_all(wanted):
+                row.blocks.append(held)
+                table.append_block(index, held.block.slab, held.block.slot)
+            took = True
     return took
 
 
