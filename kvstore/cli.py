@@ -15,6 +15,7 @@ from kvstore.config import ConfigurationError, StartError, check_memory, load_co
 PROGRAMS = {
     "demo": "Shows two workers sharing one document with a real model.",
     "bench": "Runs the benchmarks.",
+    "fidelity": "Measures what each codec costs a model.",
 }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "demo.json"
 SEED_RESULTS = ROOT / "benchmarks" / "results" / "seed.json"
+FIDELITY_RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
 REPORTS = ROOT / "docs" / "field-reports.tsv"
 _REPORT_ID = re.compile(r"\bb\d{3}\b")
 
@@ -63,6 +64,25 @@ def seed_table(results: dict[str, Any] | None) -> str:
         (report.LEFT_OUT_HEAD, report.left_out_lines(rows)),
     )
     return "\n\n".join([origin, *(to_markdown(head, lines) for head, lines in tables if lines)])
+
+
+def fidelity_table(results: dict[str, Any] | None) -> str:
+    """The tables of `kvstore fidelity`: claims, every cache on every variant, texts, what was left out."""
+    from kvstore.demo.report import CLAIMS_HEAD, claim_lines, to_markdown
+    from kvstore.fidelity.report import tables
+
+    if results is None:
+        return "(No results yet: `kvstore fidelity --needle --json benchmarks/results/fidelity.json` writes them.)"
+    rows, versions = results["rows"], results["versions"]
+    model = next(row for row in rows if row["measure"] == "model")
+    origin = (
+        f"Measured by `{results['command']}` on {results['device']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, fp32, {results['created'][:10]}. Model: {model['model']}; text: {model['text']}, "
+        f"{model['windows']} windows of {model['window']} tokens."
+    )
+    parts = [origin, to_markdown(CLAIMS_HEAD, claim_lines(results["claims"]))]
+    parts += [f"{title}:\n\n{to_markdown(head, lines)}" for title, head, lines in tables(rows)]
+    return "\n\n".join(parts)
 
 
 def serve_options() -> str:
@@ -124,9 +144,11 @@ def generate() -> dict[Path, str]:
     """What each document should say."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
     seed = json.loads(SEED_RESULTS.read_text()) if SEED_RESULTS.exists() else None
+    fidelity = json.loads(FIDELITY_RESULTS.read_text()) if FIDELITY_RESULTS.exists() else None
     parts: tuple[tuple[str, str, Callable[[], str]], ...] = (
         ("README.md", "demo", lambda: demo_table(results)),
         ("docs/gpu.md", "seed", lambda: seed_table(seed)),
+        ("docs/fidelity.md", "fidelity", lambda: fidelity_table(fidelity)),
         ("docs/configuration.md", "serve", serve_options),
         ("docs/configuration.md", "client", client_settings),
         ("docs/field-reports.md", "reports", field_reports),

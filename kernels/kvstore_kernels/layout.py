@@ -11,9 +11,11 @@ from kvstore_kernels.errors import LayoutError
 BLOCK_TOKENS = 64
 ALIGNMENT = 128
 FORMAT_VERSION = 1
-ITEM_BYTES = {"int8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
-CODECS = ("passthrough", "int8")
+CODECS = ("passthrough", "int8", "k8v4", "int4", "k4v3", "k4v2")
+# Bits of K and of V of the codecs that quantize whole blocks: see codecs/sealed.py.
+SEALED_BITS = {"k8v4": (8, 4), "int4": (4, 4), "k4v3": (4, 3), "k4v2": (4, 2)}
 MAX_HEAD_DIM = 1024
 
 
@@ -33,7 +35,9 @@ class BlockLayout:
     """The byte layout of one block: [layer][kv head][K codes, K scales, V codes, V scales].
 
     K codes are token-major [block_tokens, k_dim], V codes channel-major [v_dim, block_tokens], scales one
-    per token. Every part starts at a multiple of 128 bytes; a (layer, head) is one contiguous run.
+    per token (4-bit K: a scale and a lowest value per channel). Codes of less than 8 bits share bytes with those of
+    the tokens half, a quarter or an eighth of a block later (codecs/packing.py). Every part starts at a multiple of
+    128 bytes; a (layer, head) is one contiguous run.
 
     Invariants: head_bytes, layer_bytes and block_bytes are multiples of 128; parts ascend and don't overlap;
     equal layouts have equal digests.
@@ -103,6 +107,11 @@ class BlockLayout:
                 return part
         raise LayoutError(f"codec {self.codec} has no part {name!r}: it has {', '.join(p.name for p in self.parts)}")
 
+    @property
+    def bits(self) -> float:
+        """Bits a number of K or V takes, scales and padding included."""
+        return 8 * self.head_bytes / (self.block_tokens * (self.k_dim + self.v_dim))
+
     def offset(self, slot: int, layer: int, head: int, part: str) -> int:
         """Bytes from a slab's first byte to the part; Python integers, so beyond 2**31 and 2**32 too."""
         within = self.part(part).offset
@@ -138,6 +147,16 @@ def _parts(codec: str, block_tokens: int, k_dim: int, v_dim: int, dtype: str) ->
     arrays: list[tuple[str, tuple[int, ...], str]]
     if codec == "passthrough":
         arrays = [("k_codes", k_shape, dtype), ("v_codes", v_shape, dtype)]
+    elif codec in SEALED_BITS:
+        k_bits, v_bits = SEALED_BITS[codec]
+        if k_bits == 8:
+            arrays = [("k_codes", k_shape, "int8"), ("k_scales", scales, "float16")]
+        else:
+            arrays = [("k_codes", (block_tokens // 2, k_dim), "uint8"), ("k_scales", (2, k_dim), "float16")]
+        arrays.append(("v_codes", (v_dim, block_tokens // (2 if v_bits == 4 else 4)), "uint8"))
+        if v_bits == 3:
+            arrays.append(("v_high", (v_dim, block_tokens // 8), "uint8"))
+        arrays.append(("v_scales", (2, block_tokens) if v_bits == 4 else scales, "float16"))
     else:
         arrays = [
             ("k_codes", k_shape, "int8"),

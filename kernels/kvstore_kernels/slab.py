@@ -13,6 +13,7 @@ from kvstore_kernels.layout import ALIGNMENT, BlockLayout
 
 TORCH_DTYPES = {
     "int8": torch.int8,
+    "uint8": torch.uint8,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,

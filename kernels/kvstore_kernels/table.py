@@ -11,6 +11,7 @@ import torch
 from kvstore_kernels.errors import TableError
 from kvstore_kernels.layout import BLOCK_TOKENS
 from kvstore_kernels.slab import Slab
+from kvstore_kernels.tail import Tail
 
 # Keys of BlockTable.view_cache that stand for no layer, or for no row.
 ROW_PLAN = -1
@@ -66,6 +67,8 @@ class BlockTable:
         self._versions = [0] * rows
         # How often a row's blocks changed otherwise than by one more at its end.
         self._rebuilds = [0] * rows
+        # Of codecs that quantize whole blocks: what isn't quantized yet.
+        self.tail: Tail | None = None
         # (row or ALL_ROWS, layer or one of the keys above) -> what it was made for, and what was made.
         self.view_cache: dict[tuple[int, int], tuple[Hashable, Any]] = {}
 
@@ -135,6 +138,8 @@ class BlockTable:
         for new, old in enumerate(chosen):
             table._rebuild(new, list(self._entries[old]))
             table._tokens[new] = self._tokens[old]
+        if self.tail is not None:
+            table.tail = self.tail.select(chosen)
         return table
 
     def tokens(self, row: int) -> int:

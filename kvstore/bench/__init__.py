@@ -10,6 +10,7 @@ The parent process imports neither torch nor transformers; its workers do.
     worker     a worker process: holds one model, runs arms; arms: the caches; memory: bytes by process
     claims     rows -> claims (pure)
     report     tables; results: the JSON file
+    capacity/  `kvstore bench capacity`: tokens that fit, computed
 
 Rows are raw, so a reader can compute every claim again. What fails becomes a row with the error's text.
 """

@@ -1,7 +1,7 @@
-"""`kvstore bench`: options, what is printed, the exit code.
+"""`kvstore bench`: options, what is printed, the exit code; `capacity` has a package of its own.
 
-Exit codes: 0 measured (claims may be missed: the table says so); 1 something failed: a row has the error's text;
-2 an option is wrong; 130 interrupted.
+Exit codes of `seed`: 0 measured (claims may be missed: the table says so); 1 something failed: a row has the error's
+text; 2 an option is wrong; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from kvstore.bench import report
+from kvstore.bench.capacity.cli import capacity
 from kvstore.bench.claims import not_measured
 from kvstore.bench.play import play
 from kvstore.bench.results import make_results, merge
@@ -43,6 +44,9 @@ app = typer.Typer(
 @app.callback()
 def bench() -> None:
     """Runs the benchmarks."""
+
+
+app.command(epilog="Example: kvstore bench capacity llama-3-8b --gib 40")(capacity)
 
 
 @app.command(epilog="Example: kvstore bench seed --json seed.json")

@@ -335,7 +335,6 @@ def _fields(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__slots__}
 
 
-
 def test_taking_many_is_all_or_nothing(fake, opened):
     store = opened(fake.address, local_budget=3 * 64 * (24 + 40) * 4 * 2 * 3)
     ns = store.namespace_for(identity(), plan)

@@ -53,7 +53,7 @@ def assert_same(ours: KVStoreCache, native: DynamicCache, tolerance: float = 0.0
             assert float((found - expected).abs().max()) <= tolerance
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [("passthrough", 0.0), ("int8", 0.12)])
+@pytest.mark.parametrize(("codec", "tolerance"), [("passthrough", 0.0), ("int8", 0.12), ("int4", 1.5)])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
 def test_every_order_of_operations_acts_on_all_tokens_b001(make: Any, codec: str, tolerance: float, order: Any) -> None:
     ours, native = make(codec)
@@ -269,7 +269,7 @@ def test_tutorial_of_a_prefilled_prefix_with_branches_b182(kit: Any, store: Any,
         assert not store.requests
 
 
-@pytest.mark.parametrize("codec", ["passthrough", "int8"])
+@pytest.mark.parametrize("codec", ["passthrough", "int8", "k4v3"])
 def test_three_questions_over_one_context_with_crop_b027(kit: Any, store: Any, llama: Any, codec: str) -> None:
     context = kit.ids_of(150, 1)
     with attach(store, llama, codec=codec) as attachment:

@@ -98,21 +98,23 @@ def test_rows_written_from_a_padded_batch_are_aligned_and_serve_single_rows(
         assert store.last_report.reused_tokens == expected
 
 
-def test_a_row_does_not_depend_on_its_neighbours_b012(kit: Any, store: Any, llama: Any) -> None:
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_row_does_not_depend_on_its_neighbours_b012(kit: Any, store: Any, llama: Any, codec: str) -> None:
     row = kit.ids_of(90, 4)
     texts = []
     for neighbours in ([], [kit.ids_of(5, 6)], [kit.ids_of(170, 7)]):
         fresh = type(store)()
-        with attach(fresh, llama, codec="int8"):
+        with attach(fresh, llama, codec=codec):
             ids, mask = kit.padded([row, *neighbours])
             out = llama.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
         texts.append(out[0, -106:].tolist())
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_hits_are_equal_to_one_another_b024(kit: Any, store: Any, llama: Any) -> None:
+@pytest.mark.parametrize("codec", ["int8", "k8v4", "int4", "k4v3", "k4v2"])
+def test_hits_are_equal_to_one_another_b024(kit: Any, store: Any, llama: Any, codec: str) -> None:
     ids = kit.ids_of(130, 8)
-    with attach(store, llama, codec="int8"):
+    with attach(store, llama, codec=codec):
         texts = {tuple(llama.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()) for _ in range(8)}
         # A cold prefill attends on fresh keys, a warm one on codes: at most two texts, not eight.
         assert len(texts) <= 2

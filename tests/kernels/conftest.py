@@ -25,7 +25,7 @@ class Bench:
 
     def slab(self, slots: int = 4) -> Slab:
         slab = Slab.allocate(self.layout.block_bytes, slots)
-        slab.data.fill_(POISON[self.layout.codec])
+        slab.data.fill_(POISON.get(self.layout.codec, 0x7F))
         return slab
 
     def table(self, capacities: list[int], order: str = "run") -> BlockTable:

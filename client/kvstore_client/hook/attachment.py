@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvstore_kernels import gpu
+from kvstore_kernels.codecs import TokenCodec, names
 from kvstore_kernels.compiled import prepare
 from kvstore_kernels.errors import KernelError
 from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.calibration import calibrate
 from kvstore_client.hook.errors import AttachError, UnsupportedInputError, UnsupportedModelError
 from kvstore_client.hook.fingerprint import Fingerprint, foreign_hook
+from kvstore_client.hook.firsttoken import FirstTokens
 from kvstore_client.hook.methods import generate_method, prepare_inputs_method
 from kvstore_client.hook.plan import ModelPlan, check_ready, model_plan
 from kvstore_client.hook.prefix import open_cache
@@ -83,6 +85,7 @@ class Attachment:
         self._namespace: Namespace | None = None
         self._fields: dict[str, Any] = {}
         self._detached = False
+        self._first = FirstTokens(model)
 
     # -- identity ---------------------------------------------------------------------------------------------
 
@@ -109,11 +112,14 @@ class Attachment:
 
     def _prepare(self, namespace: Namespace) -> None:
         """Compiles what requests need now, not in the middle of the first answer."""
-        plan = self.plan
-        if plan.device.type == "cuda":
-            gpu.prepare(codec_of(namespace), plan.device, plan.query_heads, self.model.dtype)
+        plan, codec = self.plan, codec_of(namespace)
+        if not isinstance(codec, TokenCodec):
+            _logger.warning("codec %s has no compiled decode yet: steps over a long context are slower", codec.name)
             return
-        reason = prepare(codec_of(namespace))
+        if plan.device.type == "cuda":
+            gpu.prepare(codec, plan.device, plan.query_heads, self.model.dtype)
+            return
+        reason = prepare(codec)
         if reason:
             _logger.warning("decode steps run on torch, about half as fast over a long context: %s", reason)
 
@@ -163,6 +169,7 @@ class Attachment:
             tokens_per_s=self.tokens_per_s,
             salt=self.salt,
             background=background,
+            first_token=self._first.of,
         )
 
     def cache(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> KVStoreCache:
@@ -324,7 +331,7 @@ def attach(
     Raises UnsupportedVersionError, UnsupportedModelError, SelfCheckError, AttachError.
     """
     for name, value, allowed in (
-        ("codec", codec, ("int8", "passthrough")),
+        ("codec", codec, names()),
         ("commit", commit, ("prompt", "all")),
         ("fallback", fallback, ("local", "native")),
         ("compile", compile, ("never",)),

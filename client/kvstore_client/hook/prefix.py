@@ -13,6 +13,7 @@ import torch
 from kvstore_client.blocks import Block, Match
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.digest import chain_digests
+from kvstore_client.hook.firsttoken import FirstKV
 from kvstore_client.hook.prompt import Prompt
 from kvstore_client.hook.report import HitReport, RowReport, describe
 from kvstore_client.hook.rows import BlockPool
@@ -41,6 +42,7 @@ def open_cache(
     tokens_per_s: float | None = None,
     salt: bytes = b"",
     background: bool = False,
+    first_token: Callable[[bytes, int], FirstKV] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> KVStoreCache:
     """A cache with the prompt's held prefix, slots reserved for the rest; its `report` says what was found.
@@ -48,7 +50,8 @@ def open_cache(
     `device`: where the model computes. `keep_last`: leave at least the last token to compute. `repeats`: rows that
     will be made of each (beams). `tokens_per_s`: how fast this worker computes a prompt, which bounds the wait for
     another one that is at it. `background`: returns before the store has answered; the cache is filled at its first
-    use, which then raises what would have been raised here.
+    use, which then raises what would have been raised here. `first_token` gives the exact K and V of a token that
+    prompts begin with, of the model of a fingerprint.
     Raises LocalBudgetExceeded when not even the used part of a block can be copied.
     """
     report = HitReport(path="kvstore", rows=[RowReport(prompt_tokens=len(ids)) for ids in prompt.ids])
@@ -63,7 +66,15 @@ def open_cache(
         for row, ids in zip(state.rows, prompt.ids, strict=True):
             row.ids = ids
             row.chain = chain_digests(ids, pool.block_tokens, salt=salt)
-        opening = _Opening(request, prompt, report, keep_last=keep_last, tokens_per_s=tokens_per_s, clock=clock)
+        opening = _Opening(
+            request,
+            prompt,
+            report,
+            keep_last=keep_last,
+            tokens_per_s=tokens_per_s,
+            first_token=first_token,
+            clock=clock,
+        )
         state.opening = opening
         opening.begin(state, repeats, background=background)
         if not background:
@@ -89,9 +100,11 @@ class _Opening:
         *,
         keep_last: bool,
         tokens_per_s: float | None,
+        first_token: Callable[[bytes, int], FirstKV] | None,
         clock: Callable[[], float],
     ) -> None:
         self._request = request
+        self._first_token = first_token
         self._prompt = prompt
         self._report = report
         self._keep_last = keep_last
@@ -163,6 +176,8 @@ class _Opening:
             for start, ids, match in zip(self._prompt.starts, self._prompt.ids, matches, strict=True)
         )
         state.adopt(past, [match.blocks for match in matches])
+        if self._first_token is not None:
+            state.know_first_tokens(self._first_token)
         _describe(state, matches, report)
 
 

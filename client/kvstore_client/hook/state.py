@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from kvstore_kernels.codecs import SealedCodec
 from kvstore_kernels.table import BlockTable
 
 from kvstore_client.blocks import NO_PARENT
@@ -18,6 +19,7 @@ from kvstore_client.hook.streams import current_stream, work_so_far
 
 if TYPE_CHECKING:
     from kvstore_client.blocks import Block
+    from kvstore_client.hook.firsttoken import FirstKV
     from kvstore_client.hook.report import HitReport
     from kvstore_client.hook.seam import OpeningLike
 
@@ -109,6 +111,16 @@ class CacheState:
         self.length = self.known = past
         self.reused = any(row.blocks for row in self.rows)
         self._rebuild_table()
+
+    def know_first_tokens(self, first_token: Callable[[bytes, int], FirstKV]) -> None:
+        """Tells the exact first token of rows whose first block came from the store, if the codec serves it exactly."""
+        codec, table = self.codec, self.table
+        if not isinstance(codec, SealedCodec) or table is None:
+            return
+        fingerprint = self.pool.namespace.identity.fingerprint
+        for index, row in enumerate(self.rows):
+            if self.tokens(index) and len(row.ids):
+                codec.know_first(table, index, first_token(fingerprint, int(row.ids[0])))
 
     # -- one forward pass -------------------------------------------------------------------------------------
 

@@ -6,12 +6,15 @@ import math
 
 import torch
 
+from kvstore_kernels.attention import sealed
 from kvstore_kernels.attention.options import Options
 from kvstore_kernels.attention.pieces import Piece, row_pieces
 from kvstore_kernels.attention.plan import RowPlan, plan_fits
 from kvstore_kernels.attention.softmax import OnlineSoftmax
 from kvstore_kernels.attention.tiles import BlockTile, finish_scores, hide, sink_rows
 from kvstore_kernels.codecs.base import Codec
+from kvstore_kernels.codecs.sealed import SealedCodec
+from kvstore_kernels.codecs.tokenwise import TokenCodec
 from kvstore_kernels.compiled import compiled_step
 from kvstore_kernels.errors import LayoutError
 from kvstore_kernels.gpu import device_step
@@ -38,6 +41,11 @@ def decode_attention(
     Raises UnsupportedAttentionError naming the option, LayoutError on shapes.
     """
     layout = codec.layout
+    if isinstance(codec, SealedCodec):
+        with torch.no_grad():
+            options = Options.checked(query, layout, scaling, softcap, sliding_window, sinks)
+            return sealed.decode(query.detach(), codec, layer, table, options)
+    assert isinstance(codec, TokenCodec)
     if query.device.type != "cpu":
         step = device_step(codec, table, query.device)
         return step.attend(table, query, layer, scaling, softcap, sliding_window, sinks)
@@ -73,7 +81,7 @@ def decode_attention(
         return result
 
 
-def _made_plan(table: BlockTable, query: torch.Tensor, codec: Codec) -> RowPlan | None:
+def _made_plan(table: BlockTable, query: torch.Tensor, codec: TokenCodec) -> RowPlan | None:
     cached = table.view_cache.get((0, ROW_PLAN))
     if cached is None or query.dim() != 4 or query.shape[0] != 1 or query.shape[2] != 1:
         return None
@@ -84,7 +92,7 @@ def _made_plan(table: BlockTable, query: torch.Tensor, codec: Codec) -> RowPlan 
 
 
 def _attend(
-    query: torch.Tensor, codec: Codec, layer: int, table: BlockTable, row: int, options: Options, length: int
+    query: torch.Tensor, codec: TokenCodec, layer: int, table: BlockTable, row: int, options: Options, length: int
 ) -> torch.Tensor:
     """Query float32 [kv_heads, group * length, k_dim], at the row's last `length` tokens -> [kv_heads, .., v_dim]."""
     tokens = table.tokens(row)
@@ -106,7 +114,7 @@ def _attend(
 
 
 def _attend_tiles(
-    query: torch.Tensor, codec: Codec, layer: int, table: BlockTable, row: int, options: Options, length: int
+    query: torch.Tensor, codec: TokenCodec, layer: int, table: BlockTable, row: int, options: Options, length: int
 ) -> torch.Tensor:
     """The general path: any options, any length, tile by tile."""
     layout = codec.layout

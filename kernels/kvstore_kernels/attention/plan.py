@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvstore_kernels.codecs.base import Codec
+from kvstore_kernels.codecs.tokenwise import TokenCodec
 from kvstore_kernels.scratch import SCORE_NUMBERS, TILE_NUMBERS
 from kvstore_kernels.slab import Slab
 from kvstore_kernels.table import BlockTable
@@ -31,7 +31,7 @@ class _Span(NamedTuple):
     blocks: int
     slots: torch.Tensor | None
 
-    def part(self, codec: Codec, layer: int, name: str) -> torch.Tensor:
+    def part(self, codec: TokenCodec, layer: int, name: str) -> torch.Tensor:
         """[blocks, kv_heads, *part.shape]: a view, or a copy of scattered slots."""
         view = self.slab.views(codec.layout)[layer][name]
         return view.narrow(0, self.slot, self.blocks) if self.slots is None else view.index_select(0, self.slots)
@@ -78,7 +78,7 @@ class RowPlan:
     bounded by TILE_NUMBERS and SCORE_NUMBERS; every chunk's splits are the first chunk's, or 1.
     """
 
-    def __init__(self, codec: Codec, table: BlockTable, row: int, blocks: int, group: int) -> None:
+    def __init__(self, codec: TokenCodec, table: BlockTable, row: int, blocks: int, group: int) -> None:
         layout = codec.layout
         threads = torch.get_num_threads()
         self.query_shape = (layout.kv_heads, group, layout.k_dim)
@@ -101,7 +101,7 @@ class RowPlan:
         self._layers: list[_Layer | None] = [None] * layout.layers
         self._unused_views: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def serves(self, codec: Codec, table: BlockTable, group: int) -> bool:
+    def serves(self, codec: TokenCodec, table: BlockTable, group: int) -> bool:
         """Whether the plan still fits: same codec and heads, same blocks, as many of them in use, same threads."""
         return (
             codec is self._codec

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows
 
+from kvstore_kernels.attention import sealed
 from kvstore_kernels.attention.options import Options
 from kvstore_kernels.attention.pieces import row_pieces
 from kvstore_kernels.attention.softmax import OnlineSoftmax
 from kvstore_kernels.attention.tiles import BlockTile, finish_scores, hide, sink_rows
 from kvstore_kernels.codecs.base import Codec
-from kvstore_kernels.errors import LayoutError
+from kvstore_kernels.codecs.sealed import SealedCodec
+from kvstore_kernels.codecs.tokenwise import TokenCodec
+from kvstore_kernels.errors import LayoutError, UnsupportedAttentionError
 from kvstore_kernels.gpu import device_step
 from kvstore_kernels.scratch import SCORE_NUMBERS, scratch
 from kvstore_kernels.table import BlockTable
@@ -65,6 +68,8 @@ def prefill_attention(
             if table is None:
                 # No history: a table without blocks.
                 table = BlockTable(rows, block_tokens=layout.block_tokens)
+            if not isinstance(codec, TokenCodec):
+                raise UnsupportedAttentionError(f"codec {codec.name} computes on the CPU only, so far")
             step = device_step(codec, table, query.device)
             return step.prefill(table, query, key, value, layer, options, begins, pasts)
         result = query.new_zeros(rows, length, query_heads, layout.v_dim)
@@ -140,8 +145,14 @@ class _Row:
             online = OnlineSoftmax(
                 heads, tile.shape[1], layout.v_dim, sink_rows(self._options, heads, length)
             )  # fmt: skip
-            if self._past:
+            turned = self._codec.rotation if isinstance(self._codec, SealedCodec) else None
+            if self._past and isinstance(self._codec, SealedCodec):
+                self._over_sealed(self._codec, online, tile, first, length)
+            elif self._past:
                 self._over_history(online, tile, first, length)
+            if turned is not None:
+                # Fresh values aren't rotated.
+                online.out = online.out @ turned.T
             self._over_fresh(online, tile * self._options.scaling, first, length)
             out = online.finish().view(query_heads, length, layout.v_dim)
             result[first : first + length] = out.transpose(0, 1)
@@ -167,6 +178,20 @@ class _Row:
             if options.sliding_window is not None:
                 hide(scores, options, length, first_query, tile.start, tile.tokens)
             tile.add_values(online.weights(scores), online.out, fresh=False)
+
+    def _over_sealed(
+        self, codec: SealedCodec, online: OnlineSoftmax, query: torch.Tensor, first: int, length: int
+    ) -> None:
+        assert self._table is not None
+        options, size, position = self._options, self._table.block_tokens, self._past + first
+        begin = options.first_visible(position) // size * size
+        # The block in which the history ends is exact as long as the fresh tokens didn't fill it.
+        coded = codec.coded_end(self._layer, self._table, self._row, self._past)
+        if begin < self._past:
+            sealed.add_history(
+                online, query, codec, self._layer, self._table, self._row, options, begin, max(begin, coded),
+                self._past, position, length,
+            )  # fmt: skip
 
     def _over_fresh(self, online: OnlineSoftmax, query: torch.Tensor, first: int, length: int) -> None:
         options, past = self._options, self._past

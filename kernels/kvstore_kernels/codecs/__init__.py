@@ -4,14 +4,39 @@ from __future__ import annotations
 
 from kvstore_kernels.codecs.base import Codec, RowTarget
 from kvstore_kernels.codecs.calibrate import Calibrator
+from kvstore_kernels.codecs.int4 import Int4Codec
 from kvstore_kernels.codecs.int8 import Int8Codec
+from kvstore_kernels.codecs.k4v2 import K4v2Codec
+from kvstore_kernels.codecs.k4v3 import K4v3Codec
+from kvstore_kernels.codecs.k8v4 import K8v4Codec
 from kvstore_kernels.codecs.passthrough import PassthroughCodec
 from kvstore_kernels.codecs.plan import CodecPlan
+from kvstore_kernels.codecs.sealed import SealedCodec
+from kvstore_kernels.codecs.tokenwise import TokenCodec
 from kvstore_kernels.errors import LayoutError
 
-__all__ = ["Calibrator", "Codec", "CodecPlan", "Int8Codec", "PassthroughCodec", "RowTarget", "get_codec"]
+__all__ = [
+    "Calibrator",
+    "Codec",
+    "CodecPlan",
+    "Int8Codec",
+    "PassthroughCodec",
+    "RowTarget",
+    "SealedCodec",
+    "TokenCodec",
+    "get_codec",
+    "names",
+]
 
-_CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (PassthroughCodec, Int8Codec)}
+# From the largest to the smallest.
+_CODECS: dict[str, type[Codec]] = {
+    codec.name: codec for codec in (PassthroughCodec, Int8Codec, K8v4Codec, Int4Codec, K4v3Codec, K4v2Codec)
+}
+
+
+def names() -> tuple[str, ...]:
+    """All codecs, the most exact first."""
+    return tuple(_CODECS)
 
 
 def get_codec(name: str) -> type[Codec]:

@@ -66,4 +66,4 @@ class Calibrator:
         # A head that is constant everywhere has no extent to go by: 1 is as good as any.
         floor = torch.where(largest > 0, floor, torch.ones_like(floor)).clamp_min(1e-20)
         scale = torch.maximum(extent, floor) / 127
-        return CodecPlan("int8", {"k_shift": shift, "k_scale": scale}, origin)
+        return CodecPlan(self.codec, {"k_shift": shift, "k_scale": scale}, origin)

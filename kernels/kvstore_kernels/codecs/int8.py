@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 
-from kvstore_kernels.codecs.base import Codec, TokenCodes
 from kvstore_kernels.codecs.plan import CodecPlan
+from kvstore_kernels.codecs.tokenwise import TokenCodec, TokenCodes
 from kvstore_kernels.errors import PlanError
 from kvstore_kernels.layout import BlockLayout
 from kvstore_kernels.scratch import scratch
@@ -27,7 +27,7 @@ _LARGEST_VALUE = _LARGEST_SCALE * _CODE_MAX
 _ROUND_UP = 2.0**-25
 
 
-class Int8Codec(Codec):
+class Int8Codec(TokenCodec):
     """int8 codes, one float16 scale per token for K and one for V.
 
     Invariants: codes lie in [-127, 127], scales are positive and finite, whatever the input; a zero row of V is

@@ -6,12 +6,12 @@ from typing import ClassVar
 
 import torch
 
-from kvstore_kernels.codecs.base import Codec
+from kvstore_kernels.codecs.tokenwise import TokenCodec
 from kvstore_kernels.errors import LayoutError
 from kvstore_kernels.slab import TORCH_DTYPES
 
 
-class PassthroughCodec(Codec):
+class PassthroughCodec(TokenCodec):
     """K and V in the model's dtype, bit for bit."""
 
     name: ClassVar[str] = "passthrough"

@@ -25,7 +25,8 @@ else:
     _MISSING = ""
 
 if TYPE_CHECKING:
-    from kvstore_kernels.codecs.base import Codec, RowTarget
+    from kvstore_kernels.codecs.base import RowTarget
+    from kvstore_kernels.codecs.tokenwise import TokenCodec
 
 _LOG2_E = math.log2(math.e)
 # The compiled functions run on the calling thread. Torch's many passes over the codes catch up with one thread that
@@ -33,7 +34,7 @@ _LOG2_E = math.log2(math.e)
 _MOST_THREADS = 4
 
 
-def compiled_reason(codec: Codec) -> str:
+def compiled_reason(codec: TokenCodec) -> str:
     """Why decode steps of this codec run on torch instead; empty when they run compiled."""
     layout = codec.layout
     if _MISSING:
@@ -45,7 +46,7 @@ def compiled_reason(codec: Codec) -> str:
     return ""
 
 
-def prepare(codec: Codec) -> str:
+def prepare(codec: TokenCodec) -> str:
     """Compiles what decode steps of this codec need: seconds once for a machine, then numba's cache has it.
 
     Also readies the heap. Returns `compiled_reason`.
@@ -58,7 +59,7 @@ def prepare(codec: Codec) -> str:
     return reason
 
 
-def compiled_step(codec: Codec, table: BlockTable) -> CompiledStep | None:
+def compiled_step(codec: TokenCodec, table: BlockTable) -> CompiledStep | None:
     """The table's compiled step, made at first use; None where `compiled_reason` says why."""
     found = table.view_cache.get((ALL_ROWS, COMPILED_STEP))
     if found is not None and found[0] is codec:
@@ -78,7 +79,7 @@ class CompiledStep:
     step doesn't keep the table: a cycle would keep slabs mapped until a garbage collection.
     """
 
-    def __init__(self, codec: Codec, table: BlockTable) -> None:
+    def __init__(self, codec: TokenCodec, table: BlockTable) -> None:
         rows = table.rows
         self._codec = codec
         self._layer_bytes = codec.layout.layer_bytes

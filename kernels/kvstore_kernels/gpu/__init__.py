@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvstore_kernels.errors import UnsupportedAttentionError
-from kvstore_kernels.layout import BlockLayout
+from kvstore_kernels.layout import SEALED_BITS, BlockLayout
 from kvstore_kernels.table import ALL_ROWS, DEVICE_STEP, BlockTable
 
 if TYPE_CHECKING:
-    from kvstore_kernels.codecs.base import Codec
+    from kvstore_kernels.codecs.tokenwise import TokenCodec
     from kvstore_kernels.gpu.step import DeviceStep
 
 MOST_HEAD_DIM = 256
@@ -26,6 +26,10 @@ def check_supported(layout: BlockLayout, device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type == "cpu":
         return
+    if layout.codec in SEALED_BITS:
+        raise UnsupportedAttentionError(
+            f'codec {layout.codec} has no CUDA kernels yet: use codec="int8" on {device}, or compute on the CPU'
+        )
     if device.type != "cuda":
         raise UnsupportedAttentionError(f"no kernels for {device}: expected cpu or a CUDA device")
     for name, size in (("k_dim", layout.k_dim), ("v_dim", layout.v_dim)):
@@ -48,7 +52,9 @@ def check_supported(layout: BlockLayout, device: torch.device | str) -> None:
         )
 
 
-def prepare(codec: Codec, device: torch.device, query_heads: int, dtype: torch.dtype, *, fetched: bool = False) -> None:
+def prepare(
+    codec: TokenCodec, device: torch.device, query_heads: int, dtype: torch.dtype, *, fetched: bool = False
+) -> None:
     """Compiles what decode steps and prompts need on a CUDA device: half a minute, once for a machine.
 
     `fetched`: the model's blocks lie in host memory, or on a peer device, and are fetched.
@@ -61,7 +67,7 @@ def prepare(codec: Codec, device: torch.device, query_heads: int, dtype: torch.d
     device_codec(codec, device).prepare(query_heads // codec.layout.kv_heads, dtype, fetched=fetched)
 
 
-def device_step(codec: Codec, table: BlockTable, device: torch.device) -> DeviceStep:
+def device_step(codec: TokenCodec, table: BlockTable, device: torch.device) -> DeviceStep:
     """The table's state on a CUDA device, made at first use."""
     found = table.view_cache.get((ALL_ROWS, DEVICE_STEP))
     if found is not None:

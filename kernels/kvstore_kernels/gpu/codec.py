@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvstore_kernels.codecs.base import Codec
+from kvstore_kernels.codecs.tokenwise import TokenCodec
 from kvstore_kernels.gpu.kernels.append import append_kernel
 from kvstore_kernels.gpu.kernels.decode import decode_kernel
 from kvstore_kernels.gpu.kernels.gather import gather_kernel
@@ -43,7 +43,7 @@ class DeviceCodec:
     only when somebody asks. Safe from several threads.
     """
 
-    def __init__(self, codec: Codec, device: torch.device) -> None:
+    def __init__(self, codec: TokenCodec, device: torch.device) -> None:
         layout = codec.layout
         self.layout, self.device, self.scaled = layout, device, codec.scaled
         self.nonfinite = torch.zeros(layout.layers, dtype=torch.int32, device=device)
@@ -199,7 +199,7 @@ class DeviceCodec:
         }  # fmt: skip
 
 
-def device_codec(codec: Codec, device: torch.device) -> DeviceCodec:
+def device_codec(codec: TokenCodec, device: torch.device) -> DeviceCodec:
     """The codec's statics and kernels on a device, made at first use."""
     found: DeviceCodec | None = codec.on_devices.get(device)
     if found is None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from kvstore_kernels.attention.options import Options
-from kvstore_kernels.codecs.base import INPUT_DTYPES, Codec
+from kvstore_kernels.codecs.base import INPUT_DTYPES
+from kvstore_kernels.codecs.tokenwise import TokenCodec
 from kvstore_kernels.errors import LayoutError, TableError
 from kvstore_kernels.gpu.addresses import Addresses, upload
 from kvstore_kernels.gpu.codec import DeviceCodec, device_codec, even, optional
@@ -35,7 +36,7 @@ class DeviceStep:
     keep the table: a cycle would keep slabs mapped until a garbage collection.
     """
 
-    def __init__(self, codec: Codec, rows: int, device: torch.device) -> None:
+    def __init__(self, codec: TokenCodec, rows: int, device: torch.device) -> None:
         self.codec, self.device = codec, device
         self._on: DeviceCodec = device_codec(codec, device)
         self._rows = rows
