@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -65,18 +66,23 @@ class PlanFolder:
             self._notices.warn("plan-file", f"the codec plan can't be kept in {path}: {error}")
 
     def _path(self, fingerprint: bytes, layout: BlockLayout) -> Path:
-        return self._folder / f"{fingerprint.hex()}-{layout.codec}.plan"
+        return self._folder / f"{fingerprint.hex()}-{_name(layout.codec)}.plan"
+
+
+def _name(codec: str) -> str:
+    # Of layers with several codecs the name may be longer than a file's may.
+    return codec if codec.isalnum() else hashlib.sha256(codec.encode()).hexdigest()[:32]
 
 
 def read_plan(data: bytes, layout: BlockLayout) -> CodecPlan | None:
     """The codec plan in `data`, if it is one and fits the layout."""
-    from kvstore_kernels.codecs import get_codec
+    from kvstore_kernels.codecs import make_codec
     from kvstore_kernels.codecs.plan import CodecPlan
     from kvstore_kernels.errors import LayoutError, PlanError
 
     try:
         plan = CodecPlan.from_bytes(data)
-        get_codec(layout.codec)(layout, plan)
+        make_codec(layout, plan)
     except (LayoutError, PlanError):
         return None
     return plan

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvstore_kernels.errors import LayoutError
 
@@ -54,6 +56,8 @@ class BlockLayout:
     head_bytes: int
     layer_bytes: int
     block_bytes: int
+    # Where each layer begins in the block, of a layout whose layers have several codecs or are some of such a one's.
+    offsets: tuple[int, ...] | None = None
 
     @classmethod
     def create(
@@ -69,10 +73,9 @@ class BlockLayout:
     ) -> BlockLayout:
         """Lays out a block of a model whose K and V have `dtype` ("float32", "bfloat16" or "float16").
 
-        Raises LayoutError naming the value that doesn't fit.
+        `codec` is a codec's name, or names with numbers of layers: "int8:2,int4:20,int8:2". Raises LayoutError naming
+        the value that doesn't fit.
         """
-        if codec not in CODECS:
-            raise LayoutError(f"unknown codec {codec!r}: expected one of {', '.join(CODECS)}")
         if dtype not in MODEL_DTYPES:
             raise LayoutError(f"unsupported model dtype {dtype!r}: expected one of {', '.join(MODEL_DTYPES)}")
         for name, value in (("layers", layers), ("kv_heads", kv_heads), ("k_dim", k_dim), ("v_dim", v_dim)):
@@ -83,9 +86,14 @@ class BlockLayout:
                 raise LayoutError(f"{name} is {value}: expected at most {MAX_HEAD_DIM}")
         if block_tokens < BLOCK_TOKENS or block_tokens % BLOCK_TOKENS:
             raise LayoutError(f"block_tokens is {block_tokens}: expected a multiple of {BLOCK_TOKENS}")
-        parts = _parts(codec, block_tokens, k_dim, v_dim, dtype)
-        head_bytes = _aligned(parts[-1].offset + parts[-1].nbytes)
-        layer_bytes = kv_heads * head_bytes
+        by_layer = codecs_by_layer(codec, layers)
+        sizes = {}
+        for name in set(by_layer):
+            parts = _parts(name, block_tokens, k_dim, v_dim, dtype)
+            sizes[name] = (parts, kv_heads * _aligned(parts[-1].offset + parts[-1].nbytes))
+        ends = list(itertools.accumulate(sizes[name][1] for name in by_layer))
+        # What the first layer has; `of` gives the other codecs'.
+        parts, layer_bytes = sizes[by_layer[0]]
         return cls(
             block_tokens=block_tokens,
             layers=layers,
@@ -95,10 +103,29 @@ class BlockLayout:
             dtype=dtype,
             codec=codec,
             parts=parts,
-            head_bytes=head_bytes,
+            head_bytes=layer_bytes // kv_heads,
             layer_bytes=layer_bytes,
-            block_bytes=layers * layer_bytes,
+            block_bytes=ends[-1],
+            offsets=(0, *ends[:-1]) if len(sizes) > 1 else None,
         )
+
+    @property
+    def layer_codecs(self) -> tuple[str, ...]:
+        """The codec of each layer."""
+        return codecs_by_layer(self.codec, self.layers)
+
+    def of(self, codec: str) -> BlockLayout:
+        """The layers of one codec, as a layout in which they keep their numbers; the others' places say nothing."""
+        parts = _parts(codec, self.block_tokens, self.k_dim, self.v_dim, self.dtype)
+        head_bytes = _aligned(parts[-1].offset + parts[-1].nbytes)
+        return replace(
+            self, codec=codec, parts=parts, head_bytes=head_bytes, layer_bytes=self.kv_heads * head_bytes,
+            offsets=self.offsets,
+        )  # fmt: skip
+
+    def layer_offset(self, layer: int) -> int:
+        """Bytes from a slot's first byte to the layer's."""
+        return layer * self.layer_bytes if self.offsets is None else self.offsets[layer]
 
     def part(self, name: str) -> Part:
         """The part called `name`; LayoutError if this codec has none."""
@@ -110,16 +137,16 @@ class BlockLayout:
     @property
     def bits(self) -> float:
         """Bits a number of K or V takes, scales and padding included."""
-        return 8 * self.head_bytes / (self.block_tokens * (self.k_dim + self.v_dim))
+        return 8 * self.block_bytes / (self.layers * self.kv_heads * self.block_tokens * (self.k_dim + self.v_dim))
 
     def offset(self, slot: int, layer: int, head: int, part: str) -> int:
         """Bytes from a slab's first byte to the part; Python integers, so beyond 2**31 and 2**32 too."""
         within = self.part(part).offset
-        return slot * self.block_bytes + layer * self.layer_bytes + head * self.head_bytes + within
+        return slot * self.block_bytes + self.layer_offset(layer) + head * self.head_bytes + within
 
     def digest(self) -> bytes:
         """SHA-256 of the canonical description, 32 bytes. The codec plan has a digest of its own."""
-        description = {
+        description: dict[str, object] = {
             "format": FORMAT_VERSION,
             "codec": self.codec,
             "dtype": self.dtype,
@@ -134,8 +161,34 @@ class BlockLayout:
             "header": 0,
             "parts": [[p.name, list(p.shape), p.dtype, p.offset, p.nbytes] for p in self.parts],
         }
+        if self.offsets is not None:
+            description["offsets"] = list(self.offsets)
         canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()
+
+
+def codecs_by_layer(codec: str, layers: int) -> tuple[str, ...]:
+    """The codec of each layer: `codec` is a name, or "name:layers,name:layers,...". Raises LayoutError."""
+    found: list[str] = []
+    for item in codec.split(","):
+        name, colon, count = item.partition(":")
+        if name not in CODECS:
+            raise LayoutError(f"unknown codec {name!r}: expected one of {', '.join(CODECS)}")
+        if colon and not (count.isascii() and count.isdigit() and 0 < int(count) <= layers):
+            raise LayoutError(f"{item!r} in codec {codec!r}: expected a number of layers from 1 to {layers}")
+        found += [name] * (int(count) if colon else layers)
+    if len(found) != layers or codec not in (found[0], codec_of_layers(found)):
+        raise LayoutError(
+            f"codec {codec!r} names {len(found)} layers: expected {layers}, neighbours of one codec together, or one "
+            "name for all"
+        )
+    return tuple(found)
+
+
+def codec_of_layers(names: Sequence[str]) -> str:
+    """The codec of layers that have these: one name, or "name:layers,..."."""
+    runs = [(name, len(list(group))) for name, group in itertools.groupby(names)]
+    return runs[0][0] if len(runs) == 1 else ",".join(f"{name}:{count}" for name, count in runs)
 
 
 def _aligned(nbytes: int) -> int:

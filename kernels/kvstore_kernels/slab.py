@@ -18,6 +18,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
+_VIEWS_KEPT = 7
 # part name -> view of shape [slots, kv_heads, *part.shape], for one layer.
 LayerViews = dict[str, torch.Tensor]
 # part name -> view of shape [slots, layers, kv_heads, *part.shape].
@@ -62,7 +63,8 @@ class Slab:
         self.slots = fitting if slots is None else slots
         self.writable = writable
         self.base_address = data.data_ptr()
-        self._views: tuple[BlockLayout, BlockViews, list[LayerViews]] | None = None
+        # One for each codec of its layers.
+        self._views: tuple[tuple[BlockLayout, BlockViews, list[LayerViews]], ...] = ()
 
     @classmethod
     def from_buffer(cls, buffer: Any, slot_bytes: int, *, slots: int | None = None) -> Slab:
@@ -120,24 +122,37 @@ class Slab:
         return self._both_views(layout)[2]
 
     def block_views(self, layout: BlockLayout) -> BlockViews:
-        """Part name -> typed strided view [slots, layers, kv_heads, *part.shape]. Cached; raises LayoutError."""
+        """Part name -> typed strided view [slots, layers, kv_heads, *part.shape]. Cached; raises LayoutError.
+
+        Empty where layers have several codecs.
+        """
         return self._both_views(layout)[1]
 
     def _both_views(self, layout: BlockLayout) -> tuple[BlockLayout, BlockViews, list[LayerViews]]:
-        views = self._views
-        if views is not None and (views[0] is layout or views[0] == layout):
-            return views
+        for views in self._views:
+            if views[0] is layout or views[0] == layout:
+                return views
         if layout.block_bytes != self.slot_bytes:
             raise LayoutError(f"layout of {layout.block_bytes} bytes a block on slots of {self.slot_bytes} bytes")
         # Views made in inference mode could not be written through outside it later.
         with torch.inference_mode(False):
-            whole = {part.name: self._view(layout, part.name) for part in layout.parts}
-            layers = [{name: view[:, layer] for name, view in whole.items()} for layer in range(layout.layers)]
+            whole: BlockViews = {}
+            if layout.offsets is None:
+                whole = {part.name: self._view(layout, part.name, 0, layout.layers) for part in layout.parts}
+                layers = [{name: view[:, layer] for name, view in whole.items()} for layer in range(layout.layers)]
+            else:
+                layers = [self._layer_views(layout, layer) for layer in range(layout.layers)]
         # One assignment: another thread sees all views or none.
-        self._views = views = (layout, whole, layers)
+        views = (layout, whole, layers)
+        self._views = (*self._views[-_VIEWS_KEPT:], views)
         return views
 
-    def _view(self, layout: BlockLayout, name: str) -> torch.Tensor:
+    def _layer_views(self, layout: BlockLayout, layer: int) -> LayerViews:
+        fits = layout.layer_offset(layer) + layout.layer_bytes <= self.slot_bytes
+        # Another codec's layer may be smaller, and the last: it has no views of this one.
+        return {part.name: self._view(layout, part.name, layer, 1)[:, 0] for part in layout.parts if fits}
+
+    def _view(self, layout: BlockLayout, name: str, layer: int, layers: int) -> torch.Tensor:
         part = layout.part(name)
         dtype = TORCH_DTYPES[part.dtype]
         item = dtype.itemsize
@@ -148,9 +163,9 @@ class Slab:
             step *= size
         typed = self.data[: self.slots * self.slot_bytes].view(dtype)
         return typed.as_strided(
-            (self.slots, layout.layers, layout.kv_heads, *part.shape),
+            (self.slots, layers, layout.kv_heads, *part.shape),
             (self.slot_bytes // item, layout.layer_bytes // item, layout.head_bytes // item, *inner),
-            typed.storage_offset() + part.offset // item,
+            typed.storage_offset() + (layout.layer_offset(layer) + part.offset) // item,
         )
 
 

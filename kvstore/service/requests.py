@@ -11,6 +11,8 @@ DIGEST_BYTES = 32
 MAX_WAIT_MS = 60_000
 MAX_BLOCKS = 16_384
 MAX_NAME = 200
+# A codec for each layer: "int8:2,int4:28,int8:2".
+MAX_CODEC = 4096
 MAX_TEXT = 1_000
 
 

@@ -23,6 +23,7 @@ from kvstore.service.clients import Client
 from kvstore.service.core import Core
 from kvstore.service.guard import guarded, parsed
 from kvstore.service.requests import (
+    MAX_CODEC,
     MAX_NAME,
     MAX_TEXT,
     check_count,
@@ -88,7 +89,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     ) -> session_pb2.GetCodecPlanResponse:
         session_id = session_id_of(context)
         check_length("model_fingerprint", request.model_fingerprint, 32)
-        check_text("codec", request.codec, MAX_NAME)
+        check_text("codec", request.codec, MAX_CODEC)
         plan = self._core.store.codec_plan(session_id, request.model_fingerprint, request.codec)
         return session_pb2.GetCodecPlanResponse(found=plan is not None, codec_plan=plan or b"")
 
@@ -269,8 +270,8 @@ def _model_spec(request: session_pb2.RegisterModelRequest) -> ModelSpec:
     check_length("layout.digest", layout.digest, 32)
     for field, text in (("model_name", request.model_name), ("shard.layer_group", request.shard.layer_group)):
         check_text(field, text, MAX_TEXT)
-    for field, text in (("layout.dtype", layout.dtype), ("layout.codec", layout.codec)):
-        check_text(field, text, MAX_NAME)
+    check_text("layout.dtype", layout.dtype, MAX_NAME)
+    check_text("layout.codec", layout.codec, MAX_CODEC)
     for field in ("block_tokens", "layers", "kv_heads", "k_dim", "v_dim"):
         check_range(f"layout.{field}", getattr(layout, field), 1, 65536)
     check_range("layout.block_bytes", layout.block_bytes, 1, 2**40)

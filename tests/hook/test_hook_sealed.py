@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client import connect
-from kvstore_client.hook import attach
+from kvstore_client.hook import AttachError, attach
 from kvstore_client.hook.firsttoken import FirstTokens
 from kvstore_kernels.layout import SEALED_BITS
 
@@ -69,6 +69,25 @@ def test_through_a_service(kit: Any, llama: Any, tmp_path: Any, monkeypatch: pyt
         assert service.last_report.reused_tokens == 128
         assert torch.equal(warm, llama.generate(ids, max_new_tokens=4, do_sample=False))
         assert service.last_report.traffic.damaged_blocks == 0
+
+
+def test_layers_with_codecs_of_their_own(kit: Any, store: Any, llama: Any) -> None:
+    ids = kit.ids_of(140, 8)
+    with attach(store, llama, codec="int4", overrides={0: "passthrough", -1: "int4"}) as attachment:
+        assert attachment.codec == "passthrough:1,int4:1"
+        cold = llama.generate(ids, max_new_tokens=5, do_sample=False)
+        warm = llama.generate(ids, max_new_tokens=5, do_sample=False)
+        assert store.last_report.reused_tokens == 128
+        assert cold.shape == warm.shape
+        # The same request again is no contradiction, another codec is.
+        assert attach(store, llama, codec="passthrough:1,int4:1") is attachment
+        with pytest.raises(AttachError, match="int4"):
+            attach(store, llama, codec="int4")
+    for wrong, text in (({2: "int8"}, "has 2 layers"), ({0: "int9"}, "unknown codec 'int9'")):
+        with pytest.raises(AttachError, match=text):
+            attach(store, llama, codec="int4", overrides=wrong)
+    with pytest.raises(AttachError, match="names 3 layers"):
+        attach(store, llama, codec="int8:1,int4:2")
 
 
 def test_first_tokens_are_computed_once_and_bounded(llama: Any) -> None:

@@ -9,12 +9,12 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvstore_kernels import gpu
-from kvstore_kernels.codecs import TokenCodec, names
+from kvstore_kernels.codecs import TokenCodec
 from kvstore_kernels.compiled import prepare
 from kvstore_kernels.errors import KernelError
 from transformers import PreTrainedModel
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from kvstore_client.hook import attention
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.calibration import calibrate
+from kvstore_client.hook.choice import choose_codecs
 from kvstore_client.hook.errors import AttachError, UnsupportedInputError, UnsupportedModelError
 from kvstore_client.hook.fingerprint import Fingerprint, foreign_hook
 from kvstore_client.hook.firsttoken import FirstTokens
@@ -113,15 +114,13 @@ class Attachment:
     def _prepare(self, namespace: Namespace) -> None:
         """Compiles what requests need now, not in the middle of the first answer."""
         plan, codec = self.plan, codec_of(namespace)
-        if not isinstance(codec, TokenCodec):
-            _logger.warning("codec %s has no compiled decode yet: steps over a long context are slower", codec.name)
-            return
-        if plan.device.type == "cuda":
-            gpu.prepare(codec, plan.device, plan.query_heads, self.model.dtype)
-            return
-        reason = prepare(codec)
-        if reason:
-            _logger.warning("decode steps run on torch, about half as fast over a long context: %s", reason)
+        for each in codec.members:
+            if not isinstance(each, TokenCodec):
+                _logger.warning("codec %s has no compiled decode yet: steps over a long context are slower", each.name)
+            elif plan.device.type == "cuda":
+                gpu.prepare(each, plan.device, plan.query_heads, self.model.dtype)
+            elif reason := prepare(each):
+                _logger.warning("decode steps run on torch, about half as fast over a long context: %s", reason)
 
     def _make_plan(self) -> CodecPlan:
         began = time.monotonic()
@@ -317,6 +316,7 @@ def attach(
     tokenizer: Any = None,
     *,
     codec: str = "int8",
+    overrides: Mapping[int, str] | None = None,
     commit: str = "prompt",
     fallback: str = "local",
     compile: str = "never",  # noqa: A002  the name that design and documents use
@@ -325,13 +325,13 @@ def attach(
     """Lets a model's plain `generate(...)` use the store. The model lies on the CPU or on one CUDA device. Takes about
     a second: hashes the weights, calibrates the codec unless somebody did, and compares logits with the native cache.
 
-    codec: "int8", or "passthrough" (exact bytes). commit: "prompt", or "all" (answers too). fallback: what a request
-    does when not even local blocks are left: "local" raises LocalBudgetExceeded, "native" runs it on the model's
-    own cache if that shows before the first token. salt: keeps apart what otherwise would be shared.
+    codec: "int8", "passthrough" (exact bytes), or one of the smaller ones (kvstore_kernels.codecs.names()). overrides:
+    other codecs for some layers, {0: "int8", -1: "int8"}. commit: "prompt", or "all" (answers too). fallback: what a
+    request does when not even local blocks are left: "local" raises LocalBudgetExceeded, "native" runs it on the
+    model's own cache if that shows before the first token. salt: keeps apart what otherwise would be shared.
     Raises UnsupportedVersionError, UnsupportedModelError, SelfCheckError, AttachError.
     """
     for name, value, allowed in (
-        ("codec", codec, names()),
         ("commit", commit, ("prompt", "all")),
         ("fallback", fallback, ("local", "native")),
         ("compile", compile, ("never",)),
@@ -342,8 +342,10 @@ def attach(
     with _lock:
         existing = _attached.get(model) if isinstance(model, PreTrainedModel) else None
         if existing is not None:
+            codec = choose_codecs(existing.plan, codec, overrides)
             return _same(existing, store, codec=codec, commit=commit, fallback=fallback, salt=salt)
         plan = model_plan(model)
+        codec = choose_codecs(plan, codec, overrides)
         try:
             gpu.check_supported(layout_of(plan, codec), plan.device)
         except KernelError as error:

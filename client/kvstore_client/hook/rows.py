@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from kvstore_kernels.codecs import get_codec
+from kvstore_kernels.codecs import make_codec
 
 from kvstore_client.device_work import Done
 from kvstore_client.hook.digest import TokenIds
@@ -36,7 +36,7 @@ def codec_of(namespace: Namespace) -> Codec:
     with _codecs_lock:
         codec = _codecs.get(namespace)
         if codec is None:
-            _codecs[namespace] = codec = get_codec(namespace.layout.codec)(namespace.layout, namespace.plan)
+            _codecs[namespace] = codec = make_codec(namespace.layout, namespace.plan)
         return codec
 
 

@@ -114,13 +114,16 @@ class CacheState:
 
     def know_first_tokens(self, first_token: Callable[[bytes, int], FirstKV]) -> None:
         """Tells the exact first token of rows whose first block came from the store, if the codec serves it exactly."""
-        codec, table = self.codec, self.table
-        if not isinstance(codec, SealedCodec) or table is None:
+        table = self.table
+        sealed = [each for each in self.codec.members if isinstance(each, SealedCodec)]
+        if not sealed or table is None:
             return
         fingerprint = self.pool.namespace.identity.fingerprint
         for index, row in enumerate(self.rows):
             if self.tokens(index) and len(row.ids):
-                codec.know_first(table, index, first_token(fingerprint, int(row.ids[0])))
+                exact = first_token(fingerprint, int(row.ids[0]))
+                for codec in sealed:
+                    codec.know_first(table, index, exact)
 
     # -- one forward pass -------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ def decode_attention(
     row's first token (left padding) give zeros. Result in the query's dtype, contiguous; computed in float32.
     Raises UnsupportedAttentionError naming the option, LayoutError on shapes.
     """
+    codec = codec.of(layer)
     layout = codec.layout
     if isinstance(codec, SealedCodec):
         with torch.no_grad():

@@ -47,6 +47,7 @@ def prefill_attention(
     the fresh tokens works with `history` given; table None = no history at all). No temporary is quadratic in tokens.
     Raises UnsupportedAttentionError naming the option, LayoutError on shapes.
     """
+    codec = codec.of(layer)
     layout = codec.layout
     options = Options.checked(query, layout, scaling, softcap, sliding_window, sinks)
     rows, query_heads, length, _ = query.shape

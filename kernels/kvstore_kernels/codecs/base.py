@@ -40,6 +40,9 @@ class Codec(ABC):
             raise LayoutError(f"layout of codec {layout.codec!r} given to codec {self.name!r}")
         if plan.codec != self.name:
             raise PlanError(f"codec plan of {plan.codec!r} given to codec {self.name!r}")
+        self._adopt(layout, plan)
+
+    def _adopt(self, layout: BlockLayout, plan: CodecPlan) -> None:
         self.layout = layout
         self.plan = plan
         self.tile_blocks = max(
@@ -48,6 +51,15 @@ class Codec(ABC):
         self._nonfinite = [0] * layout.layers
         # What this codec keeps on CUDA devices: a DeviceCodec each.
         self.on_devices: dict[torch.device, Any] = {}
+
+    @property
+    def members(self) -> list[Codec]:
+        """The codecs of its layers, each once."""
+        return [self]
+
+    def of(self, layer: int) -> Codec:  # noqa: ARG002
+        """The codec of a layer."""
+        return self
 
     @property
     def nonfinite_by_layer(self) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 
 from kvstore_kernels.codecs.plan import CodecPlan
 from kvstore_kernels.errors import LayoutError, PlanError
-from kvstore_kernels.layout import CODECS
+from kvstore_kernels.layout import codecs_by_layer
 
 # A channel that hardly moves in the calibration text gets the scale of one that moves this fraction of its head's
 # median channel: a later token that moves it more must not drag the whole row's scale up.
@@ -22,8 +22,8 @@ class Calibrator:
     """
 
     def __init__(self, codec: str, *, layers: int, kv_heads: int, k_dim: int) -> None:
-        if codec not in CODECS:
-            raise LayoutError(f"unknown codec {codec!r}: expected one of {', '.join(CODECS)}")
+        # Raises LayoutError for what is no codec.
+        self._needed = set(codecs_by_layer(codec, layers)) != {"passthrough"}
         self.codec = codec
         shape = (layers, kv_heads, k_dim)
         self._low = torch.full(shape, float("inf"))
@@ -39,7 +39,7 @@ class Calibrator:
         if not 0 <= layer < len(self._tokens):
             raise LayoutError(f"layer {layer}: expected 0 to {len(self._tokens) - 1}")
         tokens = k.shape[0] * k.shape[2]
-        if self.codec == "passthrough" or tokens == 0:
+        if not self._needed or tokens == 0:
             return
         plain = k.detach().to("cpu", torch.float32)
         if not bool(torch.isfinite(plain).all()):
@@ -52,8 +52,8 @@ class Calibrator:
 
     def finish(self, origin: str) -> CodecPlan:
         """The plan; for passthrough an empty one. Raises PlanError if a layer was never observed."""
-        if self.codec == "passthrough":
-            return CodecPlan("passthrough", {}, origin)
+        if not self._needed:
+            return CodecPlan(self.codec, {}, origin)
         missing = [layer for layer, tokens in enumerate(self._tokens) if tokens == 0]
         if missing:
             raise PlanError(f"no K observed for layers {missing}: run a forward pass through the whole model first")

@@ -77,6 +77,8 @@ def token_place(layout: BlockLayout, table: BlockTable, row: int, token: int) ->
         return found
     slab.check_writable()
     views = slab.block_views(layout)
+    if not views:
+        return _by_layer(layout, slab, slot, inside)
     scales = None
     if "k_scales" in views:
         first = views["k_scales"][slot, :, :, inside]
@@ -87,3 +89,18 @@ def token_place(layout: BlockLayout, table: BlockTable, row: int, token: int) ->
     place = TokenPlace(k.unbind(0), v.unbind(0), scales)
     table.view_cache[row, APPEND_VIEWS] = (made_for, place)
     return place
+
+
+def _by_layer(layout: BlockLayout, slab: Slab, slot: int, inside: int) -> TokenPlace:
+    """The same where layers have several codecs; not cached, for those take turns."""
+    k, v, scales = [], [], []
+    for views in slab.views(layout):
+        if not views:
+            break
+        k.append(views["k_codes"][slot, :, inside])
+        v.append(views["v_codes"][slot, :, :, inside])
+        if "k_scales" in views:
+            first = views["k_scales"][slot, :, inside]
+            between = (layout.part("v_scales").offset - layout.part("k_scales").offset) // first.element_size()
+            scales.append(first.as_strided((*first.shape, 2), (*first.stride(), between), first.storage_offset()))
+    return TokenPlace(tuple(k), tuple(v), tuple(scales) if scales else None)

@@ -26,7 +26,8 @@ class CodecPlan:
 
     def __init__(self, codec: str, tensors: Mapping[str, torch.Tensor] | None = None, origin: str = "") -> None:
         """`origin` says where the calibration came from, for people. Raises PlanError."""
-        if codec not in CODECS:
+        unknown = {item.partition(":")[0] for item in codec.split(",")} - set(CODECS)
+        if unknown:
             raise PlanError(f"unknown codec {codec!r} in a codec plan: expected one of {', '.join(CODECS)}")
         if len(origin.encode()) > _MAX_ORIGIN:
             raise PlanError(f"origin of {len(origin.encode())} bytes: expected at most {_MAX_ORIGIN}")
@@ -38,6 +39,10 @@ class CodecPlan:
             if not bool(torch.isfinite(plain).all()):
                 raise PlanError(f"codec plan tensor {name!r} has numbers that are not finite")
             self.tensors[name] = plain
+
+    def of(self, codec: str) -> CodecPlan:
+        """The same calibration for one of its codecs."""
+        return CodecPlan(codec, {} if codec == "passthrough" else self.tensors, self.origin)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor called `name`; PlanError if it is missing or has another shape."""

@@ -11,7 +11,7 @@ import torch
 from kvstore_kernels.codecs.base import Codec, RowTarget
 from kvstore_kernels.codecs.placement import pieces, token_place
 from kvstore_kernels.compiled import compiled_step
-from kvstore_kernels.errors import TableError
+from kvstore_kernels.errors import LayoutError, TableError
 from kvstore_kernels.gpu import device_step
 from kvstore_kernels.slab import Slab
 from kvstore_kernels.table import BlockPlace, BlockTable
@@ -110,6 +110,8 @@ class TokenCodec(Codec):
         src.slab.check_slot(src.slot)
         dst.slab.check_slot(dst.slot)
         targets = dst.slab.block_views(self.layout)
+        if not targets:
+            raise LayoutError("layers of several codecs are copied together: MixedCodec.copy_tokens")
         if src.slab.device == dst.slab.device:
             sources, source_slot = src.slab.block_views(self.layout), src.slot
         else:

@@ -82,7 +82,7 @@ class CompiledStep:
     def __init__(self, codec: TokenCodec, table: BlockTable) -> None:
         rows = table.rows
         self._codec = codec
-        self._layer_bytes = codec.layout.layer_bytes
+        self._layout = codec.layout
         self._dimensions = dimensions(codec.layout)
         self._dimensions_at = self._dimensions.ctypes.data
         self._attend = attend_function(codec.scaled)
@@ -120,7 +120,7 @@ class CompiledStep:
             self._tokens_at,
             rows,
             group,
-            layer * self._layer_bytes,
+            self._layout.layer_offset(layer),
             folded.data_ptr(),
             result.data_ptr(),
         )
@@ -159,7 +159,7 @@ class CompiledStep:
             self._first_at,
             self._skips_at,
             self._starts_at,
-            layer * self._layer_bytes,
+            self._layout.layer_offset(layer),
             k.data_ptr(),
             v.data_ptr(),
             shift_at,

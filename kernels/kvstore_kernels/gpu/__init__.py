@@ -26,9 +26,11 @@ def check_supported(layout: BlockLayout, device: torch.device | str) -> None:
     device = torch.device(device)
     if device.type == "cpu":
         return
-    if layout.codec in SEALED_BITS:
+    unserved = sorted(set(layout.layer_codecs) & set(SEALED_BITS))
+    if unserved or layout.offsets is not None:
+        what = f"codec {', '.join(unserved)}" if unserved else f"{layout.codec}, several codecs in one model,"
         raise UnsupportedAttentionError(
-            f'codec {layout.codec} has no CUDA kernels yet: use codec="int8" on {device}, or compute on the CPU'
+            f'{what} has no CUDA kernels yet: use codec="int8" on {device}, or compute on the CPU'
         )
     if device.type != "cuda":
         raise UnsupportedAttentionError(f"no kernels for {device}: expected cpu or a CUDA device")

@@ -94,7 +94,7 @@ class DecodePlan:
             arguments = (
                 pointer(query), pointer(query), partials.out, partials.stats, partials.arrivals, places.table,
                 places.targets, on.factors[layer], on.shifts[layer], sinks, places.codes, places.scales, rows,
-                places.width, length, splits, fused, span, partials.half, layer * layout.layer_bytes, *rest,
+                places.width, length, splits, fused, span, partials.half, layout.layer_offset(layer), *rest,
             )  # fmt: skip
             return kernel.prepared((self._programs, splits, 1), arguments, (0, 1, 5))
 

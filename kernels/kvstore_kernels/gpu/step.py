@@ -42,7 +42,7 @@ class DeviceStep:
         self._rows = rows
         layout = codec.layout
         self._layout = layout
-        self._offsets = [layer * layout.layer_bytes for layer in range(layout.layers)]
+        self._offsets = [layout.layer_offset(layer) for layer in range(layout.layers)]
         self._anchor = torch.zeros(512, dtype=torch.uint8, device=device)
         self._addresses = Addresses(rows, device)
         # skip, start and tokens of each row; a prompt's padding and history have numbers of their own.

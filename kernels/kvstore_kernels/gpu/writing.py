@@ -54,6 +54,6 @@ class AppendPlan:
         arguments = (
             pointer(k), pointer(v), on.shifts[layer], on.inverses[layer], places.codes, places.scales, places.table,
             places.targets, on.counter, places.rows, places.width, layer, self._length,
-            layer * on.layout.layer_bytes, *self._k_stride[:3], *self._v_stride[:3],
+            on.layout.layer_offset(layer), *self._k_stride[:3], *self._v_stride[:3],
         )  # fmt: skip
         return self._kernel.prepared(self._grid, arguments, (0, 1))
