@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvstore_kernels import gpu
-from kvstore_kernels.codecs import TokenCodec
+from kvstore_kernels.codecs import CodecPlan, TokenCodec
 from kvstore_kernels.compiled import prepare
 from kvstore_kernels.errors import KernelError
 from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from kvstore_client.hook import attention
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.calibration import calibrate
-from kvstore_client.hook.choice import choose_codecs
+from kvstore_client.hook.choice import choose, choose_codecs
 from kvstore_client.hook.errors import AttachError, UnsupportedInputError, UnsupportedModelError
 from kvstore_client.hook.fingerprint import Fingerprint, foreign_hook
 from kvstore_client.hook.firsttoken import FirstTokens
@@ -38,8 +38,6 @@ from kvstore_client.hook.versions import check_transformers
 from kvstore_client.namespace import ModelIdentity, Namespace, Shard
 
 if TYPE_CHECKING:
-    from kvstore_kernels.codecs.plan import CodecPlan
-
     from kvstore_client.hook.seam import StoreLike
 
 _logger = logging.getLogger(__name__)
@@ -87,6 +85,10 @@ class Attachment:
         self._fields: dict[str, Any] = {}
         self._detached = False
         self._first = FirstTokens(model)
+        # Of a codec that was chosen by measuring: the bound, each layer's error, and the calibration made for it.
+        self.max_error: float | None = None
+        self.errors: list[float] = []
+        self.calibrated: CodecPlan | None = None
 
     # -- identity ---------------------------------------------------------------------------------------------
 
@@ -123,6 +125,10 @@ class Attachment:
                 _logger.warning("decode steps run on torch, about half as fast over a long context: %s", reason)
 
     def _make_plan(self) -> CodecPlan:
+        if self.calibrated is not None:
+            # It was made for these very weights; others get one of their own.
+            plan, self.calibrated = self.calibrated, None
+            return plan
         began = time.monotonic()
         plan = calibrate(self.model, self.plan, self.codec, self.tokenizer)
         if self.codec != "passthrough":
@@ -317,6 +323,7 @@ def attach(
     *,
     codec: str = "int8",
     overrides: Mapping[int, str] | None = None,
+    max_error: float | None = None,
     commit: str = "prompt",
     fallback: str = "local",
     compile: str = "never",  # noqa: A002  the name that design and documents use
@@ -326,9 +333,11 @@ def attach(
     a second: hashes the weights, calibrates the codec unless somebody did, and compares logits with the native cache.
 
     codec: "int8", "passthrough" (exact bytes), or one of the smaller ones (kvstore_kernels.codecs.names()). overrides:
-    other codecs for some layers, {0: "int8", -1: "int8"}. commit: "prompt", or "all" (answers too). fallback: what a
-    request does when not even local blocks are left: "local" raises LocalBudgetExceeded, "native" runs it on the
-    model's own cache if that shows before the first token. salt: keeps apart what otherwise would be shared.
+    other codecs for some layers, {0: "int8", -1: "int8"}. max_error: instead of both, the smallest codec of each layer
+    that changes its attention output by at most this part (RMS), as measured here (`Attachment.errors`; some seconds).
+    commit: "prompt", or "all" (answers too). fallback: what a request does when not even local blocks are left:
+    "local" raises LocalBudgetExceeded, "native" runs it on the model's own cache if that shows before the first token.
+    salt: keeps apart what otherwise would be shared.
     Raises UnsupportedVersionError, UnsupportedModelError, SelfCheckError, AttachError.
     """
     for name, value, allowed in (
@@ -342,10 +351,16 @@ def attach(
     with _lock:
         existing = _attached.get(model) if isinstance(model, PreTrainedModel) else None
         if existing is not None:
-            codec = choose_codecs(existing.plan, codec, overrides)
+            codec = existing.codec if max_error is not None else choose_codecs(existing.plan, codec, overrides)
+            if max_error != existing.max_error:
+                raise AttachError(
+                    f"{existing.plan.name} is attached with max_error={existing.max_error}, not {max_error}: detach() "
+                    "it first"
+                )
             return _same(existing, store, codec=codec, commit=commit, fallback=fallback, salt=salt)
         plan = model_plan(model)
-        codec = choose_codecs(plan, codec, overrides)
+        chosen = choose(model, plan, tokenizer, codec=codec, overrides=overrides, max_error=max_error)
+        codec = chosen.codec
         try:
             gpu.check_supported(layout_of(plan, codec), plan.device)
         except KernelError as error:
@@ -353,6 +368,7 @@ def attach(
         attachment = Attachment(
             store, model, tokenizer, codec=codec, commit=commit, fallback=fallback, salt=salt, plan=plan
         )
+        attachment.max_error, attachment.errors, attachment.calibrated = max_error, chosen.errors, chosen.calibrated
         with on_device(plan.device):
             # First on the stock attention: it finds out the real shapes.
             attachment.namespace()

@@ -67,7 +67,7 @@ def attention_function(previous: str) -> Callable[..., Any]:
         dropout: float = 0.0,
         **extra: Any,
     ) -> tuple[Any, Any]:
-        if type(key) is Stored:
+        if isinstance(key, Stored):
             return key.attend(module, query, attention_mask, scaling, dropout, extra), None
         stock = _stock_attention(previous, module)
         if scaling is not None:
