@@ -34,6 +34,10 @@ class Tail:
         """Bytes of K and V held."""
         return sum(t.numel() * t.element_size() for t in (*self.k, *self.v) if t is not None)
 
+    def sealed_until(self, row: int) -> int:
+        """Up to which token some layer of the row has sealed blocks."""
+        return max(end[row] for end in self.end) // self.block_tokens * self.block_tokens
+
     def buffers(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's buffers, made like k [rows, kv_heads, L, k_dim] and v."""
         held_k, held_v = self.k[layer], self.v[layer]
@@ -59,5 +63,8 @@ class Tail:
             for mine, theirs in ((self.k, chosen.k), (self.v, chosen.v)):
                 held = mine[layer]
                 if held is not None:
-                    theirs[layer] = held.index_select(0, index.to(held.device))
+                    # An inference tensor could not be written outside of the mode it was made in.
+                    with torch.inference_mode(False):
+                        own = torch.empty((len(rows), *held.shape[1:]), dtype=held.dtype, device=held.device)
+                        theirs[layer] = own.copy_(held[index.to(held.device)])
         return chosen

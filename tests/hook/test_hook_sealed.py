@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kvstore_client import connect
-from kvstore_client.hook import AttachError, attach
+from kvstore_client.hook import AttachError, UnsupportedInputError, attach
 from kvstore_client.hook.firsttoken import FirstTokens
 from kvstore_kernels.layout import SEALED_BITS
 
@@ -106,3 +106,32 @@ def test_first_tokens_are_computed_once_and_bounded(llama: Any) -> None:
     finally:
         handle.remove()
     assert k.shape == v.shape == (2, 64)
+
+
+def test_first_tokens_are_exact_whoever_asked_first(kit: Any, store: Any, llama: Any) -> None:
+    ids = kit.ids_of(150, 2)
+    with attach(store, llama, codec="int4") as attachment:
+        llama.generate(ids, max_new_tokens=1, do_sample=False)
+        with torch.no_grad():
+            exact = llama(ids[:, :1], use_cache=True).past_key_values.layers[1].keys[0, :, 0]
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UnsupportedInputError, match="autocast"):
+            attachment.cache(ids)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            attachment._first.of(b"f" * 32, int(ids[0, 0]))
+        with attachment.cache(ids) as cache:
+            assert torch.allclose(cache.read(1)[0][0, :, 0], exact, atol=1e-5)
+
+
+def test_a_block_that_was_quantized_twice_is_not_committed(kit: Any, store: Any, llama: Any) -> None:
+    ids = kit.ids_of(128, 9)
+    with attach(store, llama, codec="int4", commit="all") as attachment, attachment.cache(ids[:, :1]) as cache:
+        out = llama.generate(ids, max_new_tokens=2, do_sample=False, past_key_values=cache)
+        committed = len(store.index[store.key(attachment.namespace())])
+        assert committed == 2
+        cache.crop(100)
+        other = torch.cat((out[:, :100], kit.ids_of(100, 10)), dim=1)
+        llama.generate(other, max_new_tokens=2, do_sample=False, past_key_values=cache)
+        kept = store.index[store.key(attachment.namespace())]
+        chain = cache.state.rows[0].chain
+        assert chain[0] in kept
+        assert chain[1] not in kept

@@ -248,3 +248,30 @@ def test_rotations_are_orthogonal_and_spread(size: int) -> None:
     assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=2e-6)
     if size >= 64:
         assert float(matrix.abs().max()) < 0.25
+
+
+def test_a_history_that_nobody_wrote_here(make: Any) -> None:
+    # As after a hit, before the first write.
+    bench = make("k8v4", layers=1)
+    k, v = drawn(1, 2, 168, 64)
+    table = written(bench, k[:, :, :128], v[:, :, :128], [128])
+    table.set_tokens(0, 100)
+    table.tail = None
+    q = torch.randn(1, 4, 40, 64)
+    out = prefill_attention(q, k[:, :, 128:], v[:, :, 128:], bench.codec, 0, table, history=[100], scaling=0.125)
+    read = bench.codec.read(0, table, 0, 0, 100)
+    whole = [torch.cat((old, new[0, :, 128:]), dim=1) for old, new in zip(read, (k, v), strict=True)]
+    assert torch.allclose(out[0], attended(q[0], *whole), atol=2e-5)
+
+
+def test_rows_chosen_in_inference_mode_are_written_outside_of_it(make: Any) -> None:
+    bench = make("int4", layers=1)
+    k, v = drawn(1, 2, 71, 64)
+    with torch.inference_mode():
+        table = written(bench, k[:, :, :70], v[:, :, :70], [70])
+        table.append_block(0, bench.slab(1), 0)
+        chosen = table.select_rows([0, 0])
+    more = [tensor[:, :, 70:].expand(2, -1, -1, -1) for tensor in (k, v)]
+    bench.codec.write(0, *more, chosen, [(0, 70)] * 2)
+    chosen.set_tokens(1, 71)
+    assert torch.equal(bench.codec.read(0, chosen, 1)[0][:, 64:], k[0, :, 64:])

@@ -266,6 +266,11 @@ class Attachment:
             raise UnsupportedInputError(
                 f"the model was moved from {self.plan.device} to {self.model.device}: detach() and attach() it again"
             )
+        if torch.is_autocast_enabled(self.plan.device.type):
+            raise UnsupportedInputError(
+                "torch.autocast is active: K and V would be computed in another dtype than the model's; open the cache "
+                "outside of it"
+            )
         hook = foreign_hook(self.model)
         if hook:
             # No other path could serve these calls: they ask for the store's blocks.

@@ -47,6 +47,6 @@ class FirstTokens:
     def _compute(self, token: int) -> FirstKV:
         cache: Any = DynamicCache()
         ids = torch.tensor([[token]], device=self._model.device)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self._model.device.type, enabled=False):
             self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return [(layer.keys[0, :, 0].clone(), layer.values[0, :, 0].clone()) for layer in cache.layers]

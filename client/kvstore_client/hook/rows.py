@@ -62,7 +62,8 @@ class Row:
 
     `start` padding tokens stand before its first token: its token t has the batch position start + t. `ids` are the
     tokens that it is to hold as far as this package knows (CacheState.known says how far they were really fed),
-    `chain` the digests of the full blocks of `ids`, and the first `sealed` blocks need no commit any more.
+    `chain` the digests of the full blocks of `ids`, and the first `sealed` blocks need no commit any more. The blocks
+    `own_only` aren't committed: part of what they hold was quantized twice.
     """
 
     start: int = 0
@@ -70,10 +71,11 @@ class Row:
     ids: TokenIds = field(default_factory=no_ids)
     chain: list[bytes] = field(default_factory=list)
     sealed: int = 0
+    own_only: frozenset[int] = frozenset()
 
     def copy(self) -> Row:
         """A row over the same blocks; the caller counts them."""
-        return Row(self.start, list(self.blocks), self.ids, list(self.chain), self.sealed)
+        return Row(self.start, list(self.blocks), self.ids, list(self.chain), self.sealed, self.own_only)
 
 
 class BlockPool:

@@ -215,7 +215,8 @@ class CacheState:
         """Commits the full blocks whose token ids are known and that nobody is known to hold."""
         entries: list[tuple[Held, bytes, bytes]] = []
         for index, row in enumerate(self.rows):
-            full = min(len(row.chain), self.tokens(index) // self.block_tokens)
+            # Nobody could find what lies behind a block that isn't committed.
+            full = min([len(row.chain), self.tokens(index) // self.block_tokens, *row.own_only])
             for block in range(row.sealed, full):
                 held, digest = row.blocks[block], row.chain[block]
                 if held.sealed or digest in self.held_elsewhere:
@@ -284,9 +285,14 @@ class CacheState:
             assert self.table is not None
             self.table.set_tokens(index, tokens)
             row.ids = row.ids[:tokens]
-            full = tokens // self.block_tokens
+            full, rest = divmod(tokens, self.block_tokens)
             del row.chain[full:]
             row.sealed = min(row.sealed, full)
+            row.own_only = frozenset(block for block in row.own_only if block < full + bool(rest))
+            tail = self.table.tail
+            if rest and tail is not None and tail.sealed_until(index) > tokens:
+                # Its first part is read back from codes and quantized again: such a block is nobody else's.
+                row.own_only |= {full}
         self.length = length
         self.known = min(self.known, length)
 

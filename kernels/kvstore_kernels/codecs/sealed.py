@@ -43,9 +43,9 @@ class Coded(NamedTuple):
 class SealedCodec(Codec):
     """A codec of k_bits and v_bits, see the module.
 
-    Invariants: a sealed block's bytes depend on the K and V of its own tokens, the layout and the plan only; the
-    table's tail belongs to this codec; numbers that are not finite are counted and
-    stored as the channel's shift (0 for V).
+    Invariants: a sealed block's bytes depend on the K and V of its own tokens, the layout and the plan only, unless it
+    was written on from its middle after it had been sealed; the table's tail belongs to this codec; numbers that are
+    not finite are counted and stored as the channel's shift (0 for V).
     """
 
     name: ClassVar[str]
@@ -281,10 +281,10 @@ class SealedCodec(Codec):
 
     def coded_end(self, layer: int, table: BlockTable, row: int, end: int) -> int:
         """Up to which token (a multiple of the block size) the row's tokens [0, end) must be read from codes."""
+        begin = end // table.block_tokens * table.block_tokens
         tail = table.tail
-        if tail is None or tail.end[layer][row] < end:
-            return -(-end // table.block_tokens) * table.block_tokens
-        return min(tail.base[layer][row], end // table.block_tokens * table.block_tokens)
+        # What the tail doesn't hold of the last block, `read` decodes.
+        return begin if tail is None or tail.end[layer][row] < end else min(tail.base[layer][row], begin)
 
     def folded_first(self, layer: int, tail: Tail | None, row: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The row's first token as `blocks` would give it, if it is known exactly: keys [kv_heads, k_dim], values."""
