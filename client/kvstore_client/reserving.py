@@ -94,10 +94,8 @@ def _place(link: Link, namespace: Namespace, digests: Sequence[bytes], refs: lis
     if not link.writes_in_place(namespace):
         granted.targets = {d: (link.epoch, ref) for d, ref in zip(digests, refs, strict=False)}
         return
-    blocks: list[Block] = []
-    for ref in refs:
-        slab = open_slab(link, namespace, ref.slab_id, writable=True)
-        blocks.append(private_block(slab, ref, link.epoch))
+    slabs = {slab_id: open_slab(link, namespace, slab_id, writable=True) for slab_id in {ref.slab_id for ref in refs}}
+    blocks = [private_block(slabs[ref.slab_id], ref, link.epoch) for ref in refs]
     granted.blocks = dict(zip(digests, blocks, strict=False))
     granted.anonymous = blocks[len(digests) :]
 

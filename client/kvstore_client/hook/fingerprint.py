@@ -8,13 +8,12 @@ import json
 import os
 import struct
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from kvstore_client.hook.glance import PLAIN, Glance, adapter_state, is_adapter, modules_of
 from kvstore_client.hook.tensorhash import TensorHasher
 
 FINGERPRINT_BYTES = 32
@@ -37,9 +36,6 @@ _HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling
 _SAMPLES = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_PLAIN = (int, float, str, type(None))
-_EXACTLY_PLAIN = frozenset({*_PLAIN, bool})
-
 _Key = tuple[int, int, tuple[int, ...], torch.dtype]
 
 
@@ -56,18 +52,9 @@ def _canonical_config(model: PreTrainedModel) -> bytes:
     return json.dumps(config, sort_keys=True, separators=(",", ":"), default=str).encode()
 
 
-def _adapter_state(module: Any) -> tuple[object, ...]:
-    return (
-        str(module.active_adapter),
-        bool(getattr(module, "disable_adapters", False)),
-        # LoRA's is a number for each adapter.
-        str(module.__dict__.get("scaling")),
-    )
-
-
 def _adapters(model: PreTrainedModel) -> bytes:
     # PEFT's layers share their weights with the module; which of them take part is a plain attribute.
-    active = [[name, *_adapter_state(module)] for name, module in model.named_modules() if _is_adapter(module)]
+    active = [[name, *adapter_state(module)] for name, module in model.named_modules() if is_adapter(module)]
     return json.dumps(active, separators=(",", ":")).encode()
 
 
@@ -76,7 +63,7 @@ def _settings(module: torch.nn.Module) -> list[str]:
     return sorted(
         name
         for name, value in module.__dict__.items()
-        if name[0] != "_" and isinstance(value, _PLAIN) and name not in _VOLATILE_ATTRIBUTES
+        if name[0] != "_" and isinstance(value, PLAIN) and name not in _VOLATILE_ATTRIBUTES
     )
 
 
@@ -98,60 +85,15 @@ def foreign_hook(model: PreTrainedModel) -> str:
     everywhere = torch.nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
         return "a forward hook for all modules is registered: it may change what the model computes"
-    for module in _modules(model):
+    for module in modules_of(model):
         fields = module.__dict__
+        if not (fields["_forward_hooks"] or fields["_forward_pre_hooks"]):
+            continue
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
             for hook in fields[kind].values():
                 if getattr(hook, "__module__", None) not in _HARMLESS_HOOKS:
                     return f"a forward hook is registered on a {type(module).__name__}: it may change what it computes"
     return ""
-
-
-def _modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """All modules, each once, in a fixed order; torch's own walk takes ten times as long."""
-    found: dict[int, torch.nn.Module] = {}
-    waiting: list[torch.nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            children = module.__dict__["_modules"]
-            if children:
-                waiting.extend(children.values())
-    return list(found.values())
-
-
-def _is_adapter(module: torch.nn.Module) -> bool:
-    # On the type: an attribute that a module lacks costs an exception.
-    return hasattr(type(module), "active_adapter")
-
-
-def _glance(model: PreTrainedModel, names: dict[int, list[str]]) -> list[tuple[object, ...]]:
-    """What changes with every ordinary edit of weights and modules, in less than a millisecond.
-
-    `names` are those of each module's settings by the module's id, from the last full hash.
-    """
-    seen: list[tuple[object, ...]] = []
-    for number, module in enumerate(_modules(model)):
-        if not number & 31:
-            # The thread that asks the service meanwhile needs the interpreter for a moment, after each answer.
-            time.sleep(0)
-        fields = module.__dict__
-        # One more or less of them is another number of fields; one that is no plain value now is told by its type,
-        # as comparing it may raise.
-        plain = tuple(
-            [
-                value if type(value) in _EXACTLY_PLAIN or isinstance(value, _PLAIN) else type(value)
-                for value in map(fields.get, names.get(id(module), ()))
-            ]
-        )
-        seen.append((type(module), len(fields), plain))
-        for group in (fields["_parameters"], fields["_buffers"]):
-            if group:
-                seen += [(tensor.data_ptr(), tensor._version) for tensor in group.values() if tensor is not None]
-        if _is_adapter(module):
-            seen.append(_adapter_state(module))
-    return seen
 
 
 def _key(tensor: torch.Tensor) -> _Key:
@@ -197,8 +139,7 @@ class Fingerprint:
         self._threads = threads or min(8, os.cpu_count() or 1)
         self._lock = threading.Lock()
         self._hashes: dict[_Key, bytes] = {}
-        self._names: dict[int, list[str]] = {}
-        self._seen: list[tuple[object, ...]] = []
+        self._seen: Glance | None = None
         self._views: list[list[torch.Tensor]] = []
         self._sample: list[torch.Tensor] = []
         self.value = b""
@@ -213,7 +154,7 @@ class Fingerprint:
     def check(self) -> bytes:
         """The current value: the known one unless a version, address, shape or sample changed."""
         with self._lock:
-            if _glance(self._model, self._names) == self._seen:
+            if self._seen is not None and self._seen.holds():
                 if all(map(torch.equal, _sample(self._views), self._sample)):
                     return self.value
                 # Changed behind the version counter's back (.data): the hashes by version say nothing.
@@ -237,8 +178,7 @@ class Fingerprint:
         for name, tensor in sorted(tensors, key=lambda item: item[0]):
             encoded = name.encode()
             hasher.update(struct.pack("<Q", len(encoded)) + encoded + self._hashes[_key(tensor)])
-        self._names = {id(module): _settings(module) for module in self._model.modules()}
-        self._seen = _glance(self._model, self._names)
+        self._seen = Glance(self._model, {id(module): _settings(module) for module in self._model.modules()})
         self._views = _sample_views([tensor for _, tensor in tensors])
         self._sample = _sample(self._views)
         self.value = hasher.digest()
