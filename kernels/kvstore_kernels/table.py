@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -95,6 +96,29 @@ class BlockTable:
         entries.append(Entry(slab, slot))
         self._tokens[row] += count
         self._versions[row] += 1
+
+    def append_blocks(self, row: int, places: Iterable[BlockPlace]) -> None:
+        """Adds blocks without tokens behind the row's blocks, in one go."""
+        entries, runs = self._entries[row], self._runs[row]
+        new = [Entry(place.slab, place.slot) for place in places]
+        for slab, slot in new:
+            slab.check_slot(slot)
+        # Every run begins where the slot before it isn't its neighbour.
+        before = entries[-1] if entries else None
+        starts = [
+            index for index, (last, entry) in enumerate(zip([before, *new], new, strict=False))
+            if last is None or last.slab is not entry.slab or last.slot + 1 != entry.slot
+        ]  # fmt: skip
+        lengths = [end - start for start, end in pairwise([*starts, len(new)])]
+        leading = starts[0] if starts else len(new)
+        if leading:
+            runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + leading)
+        runs += [
+            Run(*new[start], blocks, (len(entries) + start) * self.block_tokens)
+            for start, blocks in zip(starts, lengths, strict=True)
+        ]
+        entries += new
+        self._versions[row] += len(new)
 
     def set_count(self, row: int, count: int) -> None:
         """Sets how many tokens of the row's last block are in use; the blocks before it count as full."""
@@ -223,8 +247,7 @@ class BlockTable:
         for key in [key for key in self.view_cache if key[0] == row]:
             del self.view_cache[key]
         self._entries[row], self._runs[row], self._tokens[row] = [], [], 0
-        for entry in entries:
-            self.append_block(row, entry.slab, entry.slot)
+        self.append_blocks(row, entries)
         self._tokens[row] = min(tokens, self.capacity(row))
         self._versions[row] += 1
         self._rebuilds[row] += 1

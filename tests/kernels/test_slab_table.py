@@ -7,10 +7,12 @@ import mmap
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from kvstore_kernels.attention import decode_attention
 from kvstore_kernels.errors import LayoutError, TableError
 from kvstore_kernels.slab import Slab
-from kvstore_kernels.table import BlockTable
+from kvstore_kernels.table import BlockTable, Entry
 
 
 def test_views_lie_where_the_layout_says(make) -> None:
@@ -200,3 +202,20 @@ def test_rebuilds_tell_appending_from_other_changes(make) -> None:
     assert table.rebuilds == [2, 0]
     assert table.version(0) > 3
     assert table.device == torch.device("cpu")
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), max_size=8), max_size=4))
+def test_blocks_appended_together_are_blocks_appended_one_by_one(groups: list[list[tuple[int, int]]]) -> None:
+    slabs = [Slab.allocate(4096, 6) for _ in range(2)]
+    together, single = BlockTable(1), BlockTable(1)
+    for group in groups:
+        together.append_blocks(0, [Entry(slabs[which], slot) for which, slot in group])
+        for which, slot in group:
+            single.append_block(0, slabs[which], slot)
+        assert together.blocks(0) == single.blocks(0)
+        assert together.runs(0) == single.runs(0)
+        assert together.versions == single.versions
+        assert together.rebuilds == single.rebuilds == [0]
+    with pytest.raises(LayoutError):
+        together.append_blocks(0, [Entry(slabs[0], 6)])
+    assert together.blocks(0) == single.blocks(0)

@@ -231,9 +231,9 @@ def make_room(pool: BlockPool, rows: Sequence[Row], table: BlockTable, length: i
                 took = True
         if len(row.blocks) < blocks:
             wanted = [chain[block] if block < len(chain) else None for block in range(len(row.blocks), blocks)]
-            for held in pool.take_all(wanted):
-                row.blocks.append(held)
-                table.append_block(index, held.block.slab, held.block.slot)
+            taken = pool.take_all(wanted)
+            row.blocks += taken
+            table.append_blocks(index, [held.block for held in taken])
             took = True
     return took
 

@@ -350,8 +350,7 @@ class CacheState:
     def _rebuild_table(self) -> None:
         self.table = BlockTable(len(self.rows), block_tokens=self.block_tokens)
         for index, row in enumerate(self.rows):
-            for held in row.blocks:
-                self.table.append_block(index, held.block.slab, held.block.slot)
+            self.table.append_blocks(index, [held.block for held in row.blocks])
             self.table.set_tokens(index, self.tokens(index))
 
     def check_open(self) -> None:

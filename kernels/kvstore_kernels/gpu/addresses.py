@@ -95,14 +95,19 @@ class Addresses:
     def _fill(self, table: BlockTable, row: int, first: int) -> None:
         line = self.matrix[row]
         count = table.capacity(row) // table.block_tokens
-        for index in range(first, count):
-            slab, slot = table.entry(row, index)
-            if slab.device == self._device:
-                line[index] = slab.address(slot)
+        for slab, slot, blocks, start in table.runs(row):
+            begin = start // table.block_tokens
+            skipped = min(blocks, max(0, first - begin))
+            if skipped == blocks:
                 continue
-            self._check_fetchable(slab, row, index)
-            slab.check_slot(slot)
-            line[index] = -1 - self.fetched.setdefault((slab, slot), len(self.fetched))
+            begin, slot, end = begin + skipped, slot + skipped, begin + blocks
+            if slab.device == self._device:
+                line[begin:end] = slab.address(slot) + slab.slot_bytes * np.arange(end - begin)
+                continue
+            self._check_fetchable(slab, row, begin)
+            for index in range(begin, end):
+                block = (slab, slot + index - begin)
+                line[index] = -1 - self.fetched.setdefault(block, len(self.fetched))
         self._lengths[row] = count
 
     def _check_fetchable(self, slab: Slab, row: int, index: int) -> None:
