@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+# K [kv_heads, k_dim] and V [kv_heads, v_dim] of a row's first token.
+FirstToken = tuple[torch.Tensor, torch.Tensor]
 # A write of at most this many tokens (a decode step, or the few of an assisted one) leaves the block that it began in
 # exact until the next write: every token then sees its own block exact, however many come at once.
 SHORT_WRITE = 32
@@ -26,8 +28,8 @@ class Tail:
         # [rows, kv_heads, capacity, dim] in the model's dtype, made when a layer is first written.
         self.k: list[torch.Tensor | None] = [None] * layers
         self.v: list[torch.Tensor | None] = [None] * layers
-        # Row's first token: [kv_heads, k_dim] and [kv_heads, v_dim].
-        self.first: list[list[tuple[torch.Tensor, torch.Tensor] | None]] = [[None] * rows for _ in range(layers)]
+        # Each row's first token.
+        self.first: list[list[FirstToken | None]] = [[None] * rows for _ in range(layers)]
 
     @property
     def nbytes(self) -> int:

@@ -103,23 +103,28 @@ def test_half_precision_is_as_near_as_another_split_of_the_prompt(
     assert float((ours - native).abs().max()) <= 2 * float((other - native).abs().max())
 
 
+# Where a number lies on the border of two codes, a last bit decides: that costs more the fewer bits there are.
+NEAR = {"int8": 1e-5, "k8v4": 2e-4, "int4": 1e-3, "k4v3": 2e-3, "k4v2": 5e-3, "int8:1,int4:1": 1e-3}
+
+
+@pytest.mark.parametrize("codec", NEAR)
 @pytest.mark.parametrize("shape", ["llama-64-gqa", "llama-128-mha"])
-def test_int8_agrees_with_the_cpu(kit: Any, shape: str, monkeypatch: Any) -> None:
+def test_codecs_agree_with_the_cpu(kit: Any, shape: str, codec: str, monkeypatch: Any) -> None:
     kind, changes = SHAPES[shape]
     model = kit.build(kind, **changes)
     ids = kit.ids_of(200, 9)
     here = kit.FakeStore("cpu")
-    with attach(here, model, codec="int8") as attachment:
+    with attach(here, model, codec=codec) as attachment:
         plan = attachment.namespace().plan
         with attachment.cache(ids) as cache:
             expected = forced_logits(model, ids, cache, [100, 150])
     there = kit.FakeStore(DEVICE)
     monkeypatch.setattr(there, "namespace_for", lambda identity, make, *, device: _kept(there, identity, plan))
     model.to(DEVICE)
-    with attach(there, model, codec="int8") as attachment, attachment.cache(ids.to(DEVICE)) as cache:
+    with attach(there, model, codec=codec) as attachment, attachment.cache(ids.to(DEVICE)) as cache:
         found = forced_logits(model, ids.to(DEVICE), cache, [100, 150]).cpu()
     p, q = expected.log_softmax(-1), found.log_softmax(-1)
-    assert float((p.exp() * (p - q)).sum(-1).mean()) <= 1e-5
+    assert float((p.exp() * (p - q)).sum(-1).mean()) <= NEAR[codec]
 
 
 def _kept(store: Any, identity: Any, plan: Any) -> Namespace:
@@ -127,7 +132,7 @@ def _kept(store: Any, identity: Any, plan: Any) -> Namespace:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("codec", ["int8", "passthrough"])
+@pytest.mark.parametrize("codec", ["int8", "passthrough", "int4", "int8:1,k4v2:1"])
 def test_a_decode_step_waits_for_nothing(kit: Any, store: Any, model: Any, codec: str, padded: bool) -> None:
     ids, mask = on_device(*kit.padded([kit.ids_of(100, 1), kit.ids_of(60, 2)]))
     token = torch.full((2, 1), 5, device=DEVICE)
@@ -324,8 +329,8 @@ def test_autocast_runs_on_the_models_own_cache(kit: Any, store: Any, model: Any)
     with attach(store, model, codec="int8") as attachment, torch.autocast("cuda", dtype=torch.bfloat16):
         model.generate(ids, max_new_tokens=2, do_sample=False)
         assert "autocast" in store.last_report.warnings[0]
-        with attachment.cache(ids) as cache, pytest.raises(UnsupportedInputError, match="autocast"):
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+        with pytest.raises(UnsupportedInputError, match="autocast"):
+            attachment.cache(ids)
 
 
 def test_a_used_up_budget_is_a_typed_error_before_anything_is_computed(kit: Any, store: Any, model: Any) -> None:

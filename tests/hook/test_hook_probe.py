@@ -31,12 +31,10 @@ def test_errors_of_each_codec_and_layer(kit: Any, family: str) -> None:
 
 def test_the_smallest_that_holds_is_chosen() -> None:
     errors = {"passthrough": [0.0, 0.0], "int8": [0.01, 0.02], "int4": [0.1, 0.3], "k4v2": [0.25, 0.5]}
-    assert cheapest(errors, 0.3, alike=False) == (["k4v2", "int4"], [0.25, 0.3])
-    assert cheapest(errors, 0.05, alike=False) == (["int8", "int8"], [0.01, 0.02])
-    assert cheapest(errors, 0.015, alike=False) == (["int8", "passthrough"], [0.01, 0.0])
-    assert cheapest(errors, 0.3, alike=True) == (["int4", "int4"], [0.1, 0.3])
-    assert cheapest({"int8": [0.5]}, 0.1, alike=True) == (["passthrough"], [0.0])
-    assert cheapest({"int8": [float("nan")]}, 0.1, alike=False) == (["passthrough"], [0.0])
+    assert cheapest(errors, 0.3) == (["k4v2", "int4"], [0.25, 0.3])
+    assert cheapest(errors, 0.05) == (["int8", "int8"], [0.01, 0.02])
+    assert cheapest(errors, 0.015) == (["int8", "passthrough"], [0.01, 0.0])
+    assert cheapest({"int8": [float("nan")]}, 0.1) == (["passthrough"], [0.0])
 
 
 def test_attach_with_a_bound(kit: Any, store: Any, llama: Any) -> None:

@@ -15,6 +15,8 @@ triton = pytest.importorskip("triton")
 def compiled_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[str]:
     from kvstore_kernels.gpu import codec as gpu_codec
     from kvstore_kernels.gpu import launch
+    from kvstore_kernels.gpu.sealed import codec as sealed_codec
+    from kvstore_kernels.gpu.sealed import launches as sealed_launches
     from triton.backends.compiler import GPUTarget
 
     names: list[str] = []
@@ -33,8 +35,8 @@ def compiled_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[str]:
     class Properties:
         multi_processor_count = 132
 
-    monkeypatch.setattr(gpu_codec, "launcher", compile_only)
-    monkeypatch.setattr(launch, "launcher", compile_only)
+    for module in (gpu_codec, sealed_codec, sealed_launches, launch):
+        monkeypatch.setattr(module, "launcher", compile_only)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     return names
@@ -68,6 +70,36 @@ def test_kernels_compile(
     on.merge(group, 64, of, sinks=True, skipped=False)
     on.gather(torch.float32, fetched=True)
     assert set(compiled_names) == {"append_kernel", "decode_kernel", "prefill_kernel", "merge_kernel", "gather_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "dims", "group"),
+    [
+        ("int4", "bfloat16", (128, 128), 1),
+        ("int4", "float32", (64, 64), 3),
+        ("k8v4", "float16", (64, 64), 7),
+        ("k4v3", "bfloat16", (80, 96), 4),
+        ("k4v2", "bfloat16", (256, 256), 8),
+    ],
+)
+def test_kernels_of_sealed_codecs_compile(
+    make, compiled_names: list[str], codec: str, dtype: str, dims: tuple[int, int], group: int
+) -> None:
+    from kvstore_kernels.gpu.codec import Kind
+    from kvstore_kernels.gpu.sealed.codec import SealedDeviceCodec
+    from kvstore_kernels.gpu.sealed.launches import launches
+
+    bench = make(codec, layers=1, kv_heads=2, k_dim=dims[0], v_dim=dims[1], dtype=dtype)
+    on = SealedDeviceCodec(bench.codec, torch.device("cpu"))
+    kind, of, attention = Kind(softcap=True, window=True, sinks=True), getattr(torch, dtype), launches(on)
+    on.prepare(group, of)
+    on.gather(torch.float32, fetched=True)
+    attention.decode(group, attention.columns(32 * group), of, kind, fetched=True)
+    attention.merge(group, 64, of, sinks=True)
+    attention.prefill(group, of, kind, fetched=True, aligned=False)
+    attention.join(group, of, sinks=True)
+    assert {"tail_kernel", "seal_kernel", "sealed_gather_kernel", "sealed_decode_kernel"} <= set(compiled_names)
+    assert {"sealed_merge_kernel", "sealed_prefill_kernel"} <= set(compiled_names)
 
 
 def test_checksums_compile(compiled_names: list[str]) -> None:

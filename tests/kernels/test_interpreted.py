@@ -13,10 +13,18 @@ _HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(600)
-def test_cases_of_the_device_kernels() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "test_device_kernels.py",
+        "test_sealed_device.py",
+        pytest.param("test_sealed_attention_device.py", marks=pytest.mark.slow),
+    ],
+)
+def test_cases_of_the_device_kernels(cases: str) -> None:
     pytest.importorskip("triton")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "test_device_kernels.py"],
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", cases],
         cwd=_HERE,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from kvstore_kernels import gpu
 from kvstore_kernels.attention.decode import decode_attention
 from kvstore_kernels.codecs import CodecPlan, make_codec
-from kvstore_kernels.errors import LayoutError, PlanError, UnsupportedAttentionError
+from kvstore_kernels.errors import LayoutError, PlanError
 from kvstore_kernels.layout import BlockLayout, codec_of_layers, codecs_by_layer
 from kvstore_kernels.slab import Slab
 from kvstore_kernels.table import BlockTable
@@ -114,5 +113,7 @@ def test_plans_and_devices(make: Any) -> None:
         CodecPlan("int8:1,int9:4")
     plan = plan_of(make, SPEC)
     assert CodecPlan.from_bytes(plan.to_bytes()) == plan
-    with pytest.raises(UnsupportedAttentionError, match="int4, k4v2 has no CUDA kernels yet"):
-        gpu.check_supported(layout, "cuda:0")
+    codec = make_codec(layout, plan)
+    assert {each.name: list(each.own_layers) for each in codec.members} == {
+        name: [layer for layer, own in enumerate(layout.layer_codecs) if own == name] for name in layout.layer_codecs
+    }

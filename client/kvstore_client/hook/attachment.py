@@ -117,10 +117,10 @@ class Attachment:
         """Compiles what requests need now, not in the middle of the first answer."""
         plan, codec = self.plan, codec_of(namespace)
         for each in codec.members:
-            if not isinstance(each, TokenCodec):
-                _logger.warning("codec %s has no compiled decode yet: steps over a long context are slower", each.name)
-            elif plan.device.type == "cuda":
+            if plan.device.type == "cuda":
                 gpu.prepare(each, plan.device, plan.query_heads, self.model.dtype)
+            elif not isinstance(each, TokenCodec):
+                _logger.warning("codec %s has no compiled decode yet: steps over a long context are slower", each.name)
             elif reason := prepare(each):
                 _logger.warning("decode steps run on torch, about half as fast over a long context: %s", reason)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvstore_kernels.codecs import CodecPlan, names
 from kvstore_kernels.errors import LayoutError
-from kvstore_kernels.layout import SEALED_BITS, codec_of_layers, codecs_by_layer
+from kvstore_kernels.layout import codec_of_layers, codecs_by_layer
 from transformers import PreTrainedModel
 
 from kvstore_client.hook.calibration import calibrate
@@ -42,13 +42,10 @@ def choose(
             f"max_error={max_error!r} with codec={codec!r} and overrides={overrides!r}: expected a part from 0 to "
             "below 1, and no codec beside it: it chooses them"
         )
-    on_gpu = plan.device.type == "cuda"
-    # On a GPU only what has kernels there, and one for all layers.
-    candidates = [name for name in names() if not on_gpu or name not in SEALED_BITS]
     with on_device(plan.device):
         calibrated = calibrate(model, plan, "int8", tokenizer)
-        errors = layer_errors(model, plan, calibrated, candidates, tokenizer)
-    by_layer, stated = cheapest(errors, max_error, alike=on_gpu)
+        errors = layer_errors(model, plan, calibrated, names(), tokenizer)
+    by_layer, stated = cheapest(errors, max_error)
     chosen = codec_of_layers(by_layer)
     tensors = {} if chosen == "passthrough" else calibrated.tensors
     return Choice(chosen, stated, CodecPlan(chosen, tensors, calibrated.origin))

@@ -52,18 +52,10 @@ def layer_errors(
     return probe.errors
 
 
-def cheapest(errors: dict[str, list[float]], max_error: float, *, alike: bool) -> tuple[list[str], list[float]]:
-    """The smallest codec of each layer whose error is at most `max_error`, and those errors; passthrough where none is.
-
-    `alike`: one codec for all layers.
-    """
+def cheapest(errors: dict[str, list[float]], max_error: float) -> tuple[list[str], list[float]]:
+    """The smallest codec of each layer whose error is at most `max_error` (else passthrough), and their errors."""
     layers = len(next(iter(errors.values())))
     order = [name for name in reversed(names()) if name in errors]
-    if alike:
-        for name in order:
-            if max(errors[name]) <= max_error:
-                return [name] * layers, errors[name]
-        return ["passthrough"] * layers, [0.0] * layers
     chosen, stated = [], []
     for layer in range(layers):
         fits = (name for name in order if errors[name][layer] <= max_error)

@@ -17,7 +17,7 @@ from kvstore_kernels.codecs.sealed import SealedCodec
 from kvstore_kernels.codecs.tokenwise import TokenCodec
 from kvstore_kernels.compiled import compiled_step
 from kvstore_kernels.errors import LayoutError
-from kvstore_kernels.gpu import device_step
+from kvstore_kernels.gpu import device_step, sealed_step
 from kvstore_kernels.scratch import SCORE_NUMBERS
 from kvstore_kernels.table import ROW_PLAN, BlockTable
 
@@ -43,6 +43,9 @@ def decode_attention(
     codec = codec.of(layer)
     layout = codec.layout
     if isinstance(codec, SealedCodec):
+        if query.device.type != "cpu":
+            on_device = sealed_step(codec, table, query.device)
+            return on_device.attend(table, query.detach(), layer, scaling, softcap, sliding_window, sinks)
         with torch.no_grad():
             options = Options.checked(query, layout, scaling, softcap, sliding_window, sinks)
             return sealed.decode(query.detach(), codec, layer, table, options)

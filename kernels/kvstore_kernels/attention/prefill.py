@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everybody knows
@@ -15,10 +16,14 @@ from kvstore_kernels.attention.tiles import BlockTile, finish_scores, hide, sink
 from kvstore_kernels.codecs.base import Codec
 from kvstore_kernels.codecs.sealed import SealedCodec
 from kvstore_kernels.codecs.tokenwise import TokenCodec
-from kvstore_kernels.errors import LayoutError, UnsupportedAttentionError
-from kvstore_kernels.gpu import device_step
+from kvstore_kernels.errors import LayoutError
+from kvstore_kernels.gpu import device_step, sealed_step
 from kvstore_kernels.scratch import SCORE_NUMBERS, scratch
 from kvstore_kernels.table import BlockTable
+
+if TYPE_CHECKING:
+    from kvstore_kernels.gpu.sealed.step import SealedStep
+    from kvstore_kernels.gpu.step import DeviceStep
 
 # Tokens of K and V in a tile, and the bounds of queries (a head) in one.
 _KEY_TILE = 512
@@ -69,9 +74,12 @@ def prefill_attention(
             if table is None:
                 # No history: a table without blocks.
                 table = BlockTable(rows, block_tokens=layout.block_tokens)
-            if not isinstance(codec, TokenCodec):
-                raise UnsupportedAttentionError(f"codec {codec.name} computes on the CPU only, so far")
-            step = device_step(codec, table, query.device)
+            step: DeviceStep | SealedStep
+            if isinstance(codec, SealedCodec):
+                step = sealed_step(codec, table, query.device)
+            else:
+                assert isinstance(codec, TokenCodec)
+                step = device_step(codec, table, query.device)
             return step.prefill(table, query, key, value, layer, options, begins, pasts)
         result = query.new_zeros(rows, length, query_heads, layout.v_dim)
         for row, (begin, past) in enumerate(zip(begins, pasts, strict=True)):

@@ -49,6 +49,8 @@ class Codec(ABC):
             1, TILE_NUMBERS // (layout.kv_heads * max(layout.k_dim, layout.v_dim) * layout.block_tokens)
         )
         self._nonfinite = [0] * layout.layers
+        # The layers that it writes and reads, in order.
+        self.own_layers: Sequence[int] = range(layout.layers)
         # What this codec keeps on CUDA devices: a DeviceCodec each.
         self.on_devices: dict[torch.device, Any] = {}
 
@@ -60,6 +62,10 @@ class Codec(ABC):
     def of(self, layer: int) -> Codec:  # noqa: ARG002
         """The codec of a layer."""
         return self
+
+    def device_codec(self, device: torch.device) -> Any:
+        """Its statics and kernels on a CUDA device, made at first use. Of several codecs each has its own."""
+        raise LayoutError(f"codec {self.layout.codec!r} has none on {device}: ask its members")
 
     @property
     def nonfinite_by_layer(self) -> list[int]:

@@ -29,6 +29,8 @@ class MixedCodec(Codec):
         self._adopt(layout, plan)
         self._each = {name: made(layout.of(name), plan.of(name)) for name, made in codecs.items()}
         self._layers = [self._each[name] for name in layout.layer_codecs]
+        for name, each in self._each.items():
+            each.own_layers = [layer for layer, own in enumerate(layout.layer_codecs) if own == name]
 
     @property
     def members(self) -> list[Codec]:

@@ -19,12 +19,14 @@ from kvstore_kernels.codecs.packing import pack, unpack
 from kvstore_kernels.codecs.placement import pieces
 from kvstore_kernels.codecs.plan import CodecPlan
 from kvstore_kernels.codecs.rotation import rotation
-from kvstore_kernels.errors import LayoutError, PlanError, TableError
+from kvstore_kernels.errors import PlanError, TableError
+from kvstore_kernels.gpu import sealed_step
 from kvstore_kernels.layout import SEALED_BITS, BlockLayout
 from kvstore_kernels.table import BlockPlace, BlockTable
 from kvstore_kernels.tail import SHORT_WRITE, Tail
 
 if TYPE_CHECKING:
+    from kvstore_kernels.gpu.sealed.codec import SealedDeviceCodec
     from kvstore_kernels.slab import LayerViews
 
 _ZERO = torch.zeros(1)
@@ -57,6 +59,7 @@ class SealedCodec(Codec):
         shift, scale = plan.tensor("k_shift", shape), plan.tensor("k_scale", shape)
         if not bool((scale > 0).all()):
             raise PlanError("codec plan tensor 'k_scale' has numbers that are not positive; calibrate this model again")
+        self._whole = (shift, scale, scale.reciprocal())
         # [kv_heads, 1, k_dim] for each layer, so that they broadcast over tokens.
         self._shift = [item.unsqueeze(1) for item in shift]
         self._scale = [item.unsqueeze(1) for item in scale]
@@ -73,6 +76,16 @@ class SealedCodec(Codec):
         """The query times the shift, times scaling."""
         return torch.bmm(query, self._shift[layer].transpose(1, 2)).mul_(scaling)
 
+    def statics(self) -> tuple[torch.Tensor, ...]:
+        """K's shift, scale and inverse scale, float32 [layers, kv_heads, k_dim] on the CPU."""
+        return self._whole
+
+    def device_codec(self, device: torch.device) -> SealedDeviceCodec:
+        """Its statics and kernels on a CUDA device, made at first use."""
+        from kvstore_kernels.gpu.sealed.codec import sealed_device_codec
+
+        return sealed_device_codec(self, device)
+
     # -- writing ----------------------------------------------------------------------------------------------
 
     def write(
@@ -87,9 +100,10 @@ class SealedCodec(Codec):
 
         Tokens of a block that was sealed and is now written again from its middle are read back from their codes.
         """
-        length = self.checked_length(layer, k, v, table, row_targets)
         if k.device.type != "cpu":
-            raise LayoutError(f"k lies on {k.device}: codec {self.name} computes on the CPU only, so far")
+            sealed_step(self, table, k.device).append(table, layer, k, v, row_targets)
+            return
+        length = self.checked_length(layer, k, v, table, row_targets)
         k, v = self._finite(layer, k.detach(), self._shift[layer]), self._finite(layer, v.detach(), _ZERO)
         tail = table.tail
         if tail is None:
@@ -245,13 +259,16 @@ class SealedCodec(Codec):
         size, tail = table.block_tokens, table.tail
         exact = stop if tail is None or tail.end[layer][row] < stop else max(start, tail.base[layer][row])
         exact = min(exact, stop)
-        k = torch.empty(self.layout.kv_heads, stop - start, self.layout.k_dim)
-        v = torch.empty(self.layout.kv_heads, stop - start, self.layout.v_dim)
-        for begin in range(start // size * size, exact, size):
-            first, last = max(start, begin), min(exact, begin + size)
-            k[:, first - start : last - start], v[:, first - start : last - start] = self._decoded(
-                layer, table, row, first, last
-            )
+        device = table.device
+        k = torch.empty(self.layout.kv_heads, stop - start, self.layout.k_dim, device=device)
+        v = torch.empty(self.layout.kv_heads, stop - start, self.layout.v_dim, device=device)
+        if device.type != "cpu":
+            sealed_step(self, table, device).decoded(table, row, layer, start, exact, k, v)
+        else:
+            for begin in range(start // size * size, exact, size):
+                first, last = max(start, begin), min(exact, begin + size)
+                used = slice(first - start, last - start)
+                k[:, used], v[:, used] = self._decoded(layer, table, row, first, last)
         if tail is not None and exact < stop:
             base = tail.base[layer][row]
             for held, target in ((tail.k[layer], k), (tail.v[layer], v)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -15,6 +15,9 @@ from kvstore_kernels.errors import LayoutError, TableError
 from kvstore_kernels.gpu import device_step
 from kvstore_kernels.slab import Slab
 from kvstore_kernels.table import BlockPlace, BlockTable
+
+if TYPE_CHECKING:
+    from kvstore_kernels.gpu.codec import DeviceCodec
 
 
 class TokenCodes(NamedTuple):
@@ -124,6 +127,12 @@ class TokenCodec(Codec):
             axis = -2 if name == "k_codes" else -1
             source = view[source_slot].narrow(axis, 0, count)
             targets[name][dst.slot].narrow(axis, 0, count).copy_(source)
+
+    def device_codec(self, device: torch.device) -> DeviceCodec:
+        """Its statics and kernels on a CUDA device, made at first use."""
+        from kvstore_kernels.gpu.codec import device_codec
+
+        return device_codec(self, device)
 
     @property
     def code_constants(self) -> tuple[float, float, float, float]:

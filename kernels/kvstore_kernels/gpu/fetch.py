@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,8 +42,12 @@ class FetchRing:
     blocks change. Slabs are kept until the last copy from them is done. One thread at a time.
     """
 
-    def __init__(self, layout: BlockLayout, copies: Copies) -> None:
-        self._layers, self._layer_bytes = layout.layers, layout.layer_bytes
+    def __init__(self, layout: BlockLayout, copies: Copies, layers: Sequence[int] | None = None) -> None:
+        """`layers`: those of the layout's codec, in order; None: all."""
+        order = range(layout.layers) if layers is None else layers
+        self._following = dict(zip(order, [*order[1:], order[0]], strict=True))
+        self._offsets = {layer: layout.layer_offset(layer) for layer in order}
+        self._layer_bytes = layout.layer_bytes
         self._copies = copies
         self._rows: list[_Rows] = []
         self._blocks = 0
@@ -100,7 +104,7 @@ class FetchRing:
         self._read[done.buffer] = self._copies.computed()
         last = self._coming[-1].layer if self._coming else done.layer
         while len(self._coming) < DEPTH:
-            last = (last + 1) % self._layers
+            last = self._following[last]
             self._fetch(last)
 
     def _fetch(self, layer: int) -> None:
@@ -113,7 +117,7 @@ class FetchRing:
         for slab, slot, first, blocks in self._rows:
             self._copies.copy_rows(
                 base + first * self._layer_bytes,
-                slab.address(slot) + layer * self._layer_bytes,
+                slab.address(slot) + self._offsets[layer],
                 slab.slot_bytes,
                 self._layer_bytes,
                 blocks,

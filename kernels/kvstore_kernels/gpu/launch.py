@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvstore_kernels.errors import KernelError
+from kvstore_kernels.errors import KernelError, TableError
 from kvstore_kernels.gpu.driver import DriverKernel
 
 # Kernels run on CPU tensors, slowly and in Python: for tests only, and fixed when triton is imported.
@@ -44,6 +44,7 @@ _launches: dict[Hashable, Launch] = {}
 
 _TYPES = {
     torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float16: "*fp16",
@@ -55,6 +56,20 @@ _TYPES = {
 def pointer(tensor: torch.Tensor) -> Pointer:
     """What a kernel is given for a tensor: its address; the interpreter wants the tensor itself."""
     return tensor if INTERPRETED else tensor.data_ptr()
+
+
+def current_stream(device: torch.device) -> int:
+    """The calling thread's stream on the device. TableError where another device is current."""
+    if INTERPRETED:
+        return 0
+    # The calls of torch.cuda that these stand for cost a microsecond each, twice a layer.
+    current, index = torch._C._cuda_getDevice(), device.index or 0  # noqa: SLF001
+    if current != index:
+        raise TableError(
+            f"the current CUDA device is cuda:{current} and the blocks lie on {device}: "
+            "run the layer inside torch.cuda.device(...) of its own device"
+        )
+    return torch._C._cuda_getCurrentRawStream(index)  # noqa: SLF001  what Triton itself calls, once a launch
 
 
 def pointer_type(dtype: torch.dtype) -> str:

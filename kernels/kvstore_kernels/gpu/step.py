@@ -16,7 +16,7 @@ from kvstore_kernels.gpu.addresses import Addresses, upload
 from kvstore_kernels.gpu.codec import DeviceCodec, device_codec, even, optional
 from kvstore_kernels.gpu.copies import CudaCopies
 from kvstore_kernels.gpu.fetch import FetchRing
-from kvstore_kernels.gpu.launch import INTERPRETED, Pointer, pointer
+from kvstore_kernels.gpu.launch import INTERPRETED, Pointer, current_stream, pointer
 from kvstore_kernels.gpu.places import Places
 from kvstore_kernels.gpu.split import LOG2_E, LONGEST, SPLIT_TILES, DecodePlan, Partials, kind_of
 from kvstore_kernels.gpu.writing import AppendPlan
@@ -62,7 +62,6 @@ class DeviceStep:
         )  # fmt: skip
         self._append: AppendPlan | None = None
         self._decode: DecodePlan | None = None
-        self._index = device.index if device.index is not None else 0
 
     # -- append -----------------------------------------------------------------------------------------------
 
@@ -137,7 +136,7 @@ class DeviceStep:
             addresses.send()
         else:
             if self._ring is None:
-                self._ring = FetchRing(self._layout, CudaCopies(self.device))
+                self._ring = FetchRing(self._layout, CudaCopies(self.device), self.codec.own_layers)
             self._ring_tables = addresses.send_fetched(self._ring.aim(addresses.fetched))
         places = self._places
         if places.table is not addresses.pointer and (INTERPRETED or places.table != addresses.pointer):
@@ -300,13 +299,4 @@ class DeviceStep:
         return k, v
 
     def _stream(self) -> int:
-        if INTERPRETED:
-            return 0
-        # The calls of torch.cuda that these stand for cost a microsecond each, twice a layer.
-        current = torch._C._cuda_getDevice()  # noqa: SLF001
-        if current != self._index:
-            raise TableError(
-                f"the current CUDA device is cuda:{current} and the blocks lie on {self.device}: "
-                "run the layer inside torch.cuda.device(...) of its own device"
-            )
-        return torch._C._cuda_getCurrentRawStream(self._index)  # noqa: SLF001  what Triton itself calls, once a launch
+        return current_stream(self.device)
