@@ -61,6 +61,7 @@ def stats(address: AddressOption = None, as_json: JsonOption = False) -> None:
     table.add_row("commits", f"{reply.commits}, and {reply.commit_losses} that came second")
     table.add_row("evicted, damaged", f"{reply.evictions}, {reply.damaged}")
     table.add_row("slots refused", str(reply.reserve_short))
+    table.add_row("not shared for their error", str(reply.blocks_not_shared_error))
     table.add_row("bytes sent, received", f"{_size(reply.bytes_sent)}, {_size(reply.bytes_received)}")
     return _print_table(table)
 
@@ -73,13 +74,14 @@ def namespaces(address: AddressOption = None, as_json: JsonOption = False) -> No
         reply = admin.ListNamespaces(admin_pb2.ListNamespacesRequest(), timeout=DEADLINE_S)
     if as_json:
         return _print_json(reply)
-    table = _table("id", "model", "codec", "committed", "private", "free", "pinned", "size", "limit", "sessions")
+    table = _table("id", "model", "codec", "committed", "private", "free", "pinned", "size", "limit", "sessions",
+        "largest error", "mean")  # fmt: skip
     for entry in reply.namespaces:
         limit = _size(entry.max_bytes) if entry.max_bytes else "budget"
         numbers = (entry.committed, entry.private, entry.free, entry.pinned_chains)
         table.add_row(
             str(entry.namespace_id), entry.model_name, entry.codec, *map(str, numbers), _size(entry.slab_bytes), limit,
-            str(entry.sessions),
+            str(entry.sessions), f"{entry.largest_error:.2g}", f"{entry.mean_error:.2g}",
         )  # fmt: skip
     return _print_table(table)
 

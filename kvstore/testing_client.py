@@ -178,9 +178,14 @@ class RawClient:
         return response
 
     def commit(
-        self, namespace_id: int, reserved: blocks_pb2.ReserveResponse, digests: list[bytes], checksums: list[int]
+        self,
+        namespace_id: int,
+        reserved: blocks_pb2.ReserveResponse,
+        digests: list[bytes],
+        checksums: list[int],
+        errors: list[float] | None = None,
     ) -> blocks_pb2.CommitResponse:
-        """Commits the first slots of a reservation as one chain."""
+        """Commits the first slots of a reservation as one chain; `errors` default to 0."""
         count = len(digests)
         request = blocks_pb2.CommitRequest(
             namespace_id=namespace_id,
@@ -190,6 +195,7 @@ class RawClient:
             digests=b"".join(digests),
             parents=b"".join([bytes(32), *digests[:-1]]),
             checksums=checksums,
+            errors=[0.0] * count if errors is None else errors,
         )
         response: blocks_pb2.CommitResponse = self.call(self.blocks.Commit, request)
         return response

@@ -1,4 +1,4 @@
-"""Checksums and copies of whole blocks, wherever they lie.
+"""Checksums, errors and copies of whole blocks, wherever they lie.
 
 What is read must be complete: the caller has seen to that.
 """
@@ -6,17 +6,19 @@ What is read must be complete: the caller has seen to that.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore_client.blocks import Block
 from kvstore_client.device_work import Done, is_cuda, on_side_stream, sent_so_far, wait
 
 if TYPE_CHECKING:
+    import torch
     from kvstore_kernels.layout import BlockLayout
     from kvstore_kernels.slab import Slab
 
+_T = TypeVar("_T")
 # Host memory is summed at some GB/s a thread: below this, threads cost more than they save.
 _THREADS_FROM_BYTES = 32 * 2**20
 _MOST_THREADS = 4
@@ -45,6 +47,31 @@ def checksums_of(blocks: Sequence[Block], layout: BlockLayout, compute_device: s
         for index, value in zip(indices, values, strict=True):
             sums[index] = value
     return sums
+
+
+def noise_of(blocks: Sequence[Block], layout: BlockLayout, compute_device: str = "cpu") -> torch.Tensor:
+    """The rounding error of K and V in each layer of the blocks, in order: float32 [blocks, layers, 2], on the CPU.
+
+    Measured where `checksums_of` would sum: on the device that holds them, or on `compute_device`. Raises CudaError.
+    """
+    import torch
+    from kvstore_kernels.noise import block_noise
+
+    by_slab: dict[Slab, list[int]] = {}
+    for index, block in enumerate(blocks):
+        by_slab.setdefault(block.slab, []).append(index)
+    noise = torch.zeros(len(blocks), layout.layers, 2)
+    for slab, indices in by_slab.items():
+        slots = [blocks[index].slot for index in indices]
+        if slab.device.type != "cpu":
+            with on_side_stream(slab.device):
+                noise[indices] = block_noise(slab, slots, layout)
+        elif slab.pinned and is_cuda(compute_device):
+            parts = _fetched(slab, slots, compute_device, lambda scratch, part: [block_noise(scratch, part, layout)])
+            noise[indices] = torch.cat(parts)
+        else:
+            noise[indices] = block_noise(slab, slots, layout)
+    return noise
 
 
 def copy_blocks(moves: Sequence[tuple[Block, Block]], layout: BlockLayout) -> None:
@@ -134,20 +161,28 @@ def _device_sums(slab: Slab, slots: Sequence[int], nbytes: int) -> list[int]:
 
 
 def _fetched_sums(slab: Slab, slots: Sequence[int], nbytes: int, compute_device: str) -> list[int]:
-    import torch
     from kvstore_kernels.device_checksum import block_checksums
+
+    return _fetched(slab, slots, compute_device, lambda scratch, part: block_checksums(scratch, part, nbytes))
+
+
+def _fetched(
+    slab: Slab, slots: Sequence[int], compute_device: str, measure: Callable[[Slab, Sequence[int]], list[_T]]
+) -> list[_T]:
+    """What `measure` gives for copies of the slots on the device, some at a time."""
+    import torch
     from kvstore_kernels.slab import Slab
 
     batch = max(1, min(len(slots), _SCRATCH_BYTES // slab.slot_bytes))
-    sums: list[int] = []
+    found: list[_T] = []
     with on_side_stream(torch.device(compute_device)):
         scratch = Slab.allocate(slab.slot_bytes, batch, device=compute_device)
         for first in range(0, len(slots), batch):
             part = slots[first : first + batch]
             for place, slot in enumerate(part):
                 scratch.slot_tensor(place).copy_(slab.slot_tensor(slot), non_blocking=True)
-            sums += block_checksums(scratch, range(len(part)), nbytes)
-    return sums
+            found += measure(scratch, range(len(part)))
+    return found
 
 
 def _staging(nbytes: int) -> Any:

@@ -60,7 +60,7 @@ class Match:
 
     `blocks` are the leading blocks, all readable; `writers` says who wrote them, run by run, in order, as
     (session name, number of blocks). `reason` says in one word why there are no more: "" (the whole chain is held),
-    "not-found", "in-flight", "damaged", "service-away", "error", "local-budget", "unmapped", "not-shared".
+    "not-found", "in-flight", "damaged", "fidelity", "service-away", "error", "local-budget", "unmapped", "not-shared".
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -94,6 +94,8 @@ class RequestTraffic:
     """Another worker's commit of the same digest came first."""
     commits_dropped: int = 0
     """Not committed: queue full, service away or short of room."""
+    blocks_not_shared_error: int = 0
+    """Not committed: their error misses the bound of the codec plan, or that of a block before them does."""
     bytes_sent: int = 0
     bytes_received: int = 0
     local_blocks: int = 0

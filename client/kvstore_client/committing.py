@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvstore_proto.v1 import blocks_pb2 as pb
 
-from kvstore_client.block_bytes import checksums_of
+from kvstore_client.block_bytes import checksums_of, noise_of
 from kvstore_client.blocks import Block, CommitEntry, Origin
 from kvstore_client.core import Core
 from kvstore_client.device_work import DEADLINE_S, Done, Pending
@@ -15,6 +15,7 @@ from kvstore_client.errors import BadReplyError, KVStoreError, ServiceUnavailabl
 from kvstore_client.holdings import Debt, Holdings
 from kvstore_client.meter import Meter
 from kvstore_client.namespace import Namespace
+from kvstore_client.plans import NOISE_LIMIT
 from kvstore_client.transports.base import SlotRef
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ _PROBLEMS = {
 
 
 class CommitJob:
-    """Waits for the device work that writes the blocks; checksums, then (for blocks that don't lie in the service's
-    memory) a copy into reserved slots, then Commit.
+    """Waits for the device work that writes the blocks; errors and checksums, then (for blocks that don't lie in the
+    service's memory) a copy into reserved slots, then Commit.
 
     Invariants: a block's bytes are complete, and summed, before the service hears of it; slots for copies belong to the
     job from its construction on and are given back whatever happens; the request's local blocks are held until the job
-    ends or is dropped.
+    ends or is dropped; of a request, no block is committed behind one whose error misses the bound.
     """
 
     def __init__(
@@ -46,15 +47,18 @@ class CommitJob:
         targets: dict[bytes, tuple[int, SlotRef]],
         entries: Sequence[CommitEntry],
         after: Done | None = None,
+        unshared: set[bytes] | None = None,
     ) -> None:
         """`targets`: slots reserved for digests whose blocks lie elsewhere, by (epoch, slot). `after`: the device work
-        that writes the blocks; its deadline begins now.
+        that writes the blocks; its deadline begins now. `unshared`: digests that the request's jobs keep to themselves
+        for their error; only they touch it, in the worker's thread.
         """
         self._core = core
         self._namespace = namespace
         self._holdings = holdings
         self._meter = meter
         self._writing = Pending(after)
+        self._unshared = set() if unshared is None else unshared
         distinct: dict[bytes, CommitEntry] = {}
         for entry in entries:
             if entry.block.origin is not Origin.LEASED:
@@ -112,6 +116,7 @@ class CommitJob:
 
     def _commit(self, link: Link, registration: Registration) -> None:
         namespace = self._namespace
+        errors, kept_back = self._within_bound()
         placed: list[tuple[CommitEntry, SlotRef]] = []
         elsewhere: list[CommitEntry] = []
         for entry in self._entries:
@@ -134,9 +139,41 @@ class CommitJob:
             order = {e.digest: i for i, e in enumerate(self._entries)}
             everything = sorted(placed + moves, key=lambda item: order[item[0].digest])
             for first in range(0, len(everything), _BLOCKS_A_CALL):
-                self._call(link, registration, everything[first : first + _BLOCKS_A_CALL], sums)
+                self._call(link, registration, everything[first : first + _BLOCKS_A_CALL], sums, errors, kept_back)
+                kept_back = 0
+            if kept_back:
+                self._call(link, registration, [], {}, {}, kept_back)
         finally:
             self._core.owe({link.epoch: Debt(slots=borrowed)})
+
+    def _within_bound(self) -> tuple[dict[bytes, float], int]:
+        """Lets go of blocks whose error misses the plan's bound, and of those behind them.
+
+        The error of each block that is left, and how many aren't.
+        """
+        before = len(self._entries)
+        namespace = self._namespace
+        limit = namespace.plan.tensors.get(NOISE_LIMIT)
+        if self._unshared:
+            self._entries = [e for e in self._entries if not self._behind_unshared(e)]
+        noise = noise_of([e.block for e in self._entries], namespace.layout, namespace.compute_device)
+        if limit is not None and self._entries:
+            for entry, over in zip(self._entries, (noise > limit).flatten(1).any(1).tolist(), strict=True):
+                if over or entry.parent in self._unshared:
+                    self._unshared.add(entry.digest)
+        errors = dict(zip((e.digest for e in self._entries), noise.flatten(1).amax(1).tolist(), strict=True))
+        self._entries = [e for e in self._entries if e.digest not in self._unshared]
+        kept_back = before - len(self._entries)
+        if kept_back:
+            self._meter.add(blocks_not_shared_error=kept_back)
+            self._core.blocks_not_shared_error += kept_back
+            self._core.notices.warn("error-bound", f"{namespace.identity.model_name}: {kept_back_text(kept_back)}")
+        return errors, kept_back
+
+    def _behind_unshared(self, entry: CommitEntry) -> bool:
+        if entry.parent in self._unshared:
+            self._unshared.add(entry.digest)
+        return entry.digest in self._unshared
 
     def _find_room(
         self, link: Link, registration: Registration, entries: list[CommitEntry], borrowed: set[SlotRef]
@@ -168,6 +205,8 @@ class CommitJob:
         registration: Registration,
         items: list[tuple[CommitEntry, SlotRef]],
         sums: dict[bytes, int],
+        errors: dict[bytes, float],
+        kept_back: int,
     ) -> None:
         request = pb.CommitRequest(
             namespace_id=registration.namespace_id,
@@ -177,6 +216,8 @@ class CommitJob:
             digests=b"".join(entry.digest for entry, _ in items),
             parents=b"".join(entry.parent for entry, _ in items),
             checksums=[sums[entry.digest] for entry, _ in items],
+            errors=[errors[entry.digest] for entry, _ in items],
+            not_shared_error=kept_back,
         )
         reply: pb.CommitResponse = link.call(
             "Commit", link.blocks.Commit, request, self._core.config.control_timeout_s, probe=True
@@ -192,3 +233,8 @@ class CommitJob:
         self._meter.add(blocks_committed=won, commits_lost=len(items) - won)
         done = {entry.digest for entry, _ in items}
         self._entries = [e for e in self._entries if e.digest not in done]
+
+
+def kept_back_text(blocks: int) -> str:
+    """For people: so many blocks miss the bound."""
+    return f"{blocks} blocks over the error bound stay private"

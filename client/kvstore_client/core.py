@@ -71,6 +71,8 @@ class Core:
         self._closed = threading.Event()
         self._lingering = threading.Event()
         self._debts: dict[int, Debt] = {}
+        # Only the worker's thread adds to it.
+        self.blocks_not_shared_error = 0
         # Said, and maybe lost with a stream: said again when the session goes on over another one.
         self._unmapped: dict[int, deque[int]] = {}
         self._open: weakref.WeakSet[Holdings] = weakref.WeakSet()

@@ -22,6 +22,7 @@ _REASONS = {
     pb.MISS_REASON_NOT_FOUND: "not-found",
     pb.MISS_REASON_IN_FLIGHT: "in-flight",
     pb.MISS_REASON_DAMAGED: "damaged",
+    pb.MISS_REASON_FIDELITY: "fidelity",
 }
 
 
@@ -34,10 +35,17 @@ def look_up(
     meter: Meter,
     chains: Sequence[bytes],
     wait_ms: int,
+    max_block_error: float | None = None,
 ) -> list[Match]:
-    """One LookupAndLease for all chains. Raises a KVStoreError when the call fails; then nothing is held."""
+    """One LookupAndLease for all chains; blocks with an error above `max_block_error` don't count.
+
+    Raises a KVStoreError when the call fails; then nothing is held.
+    """
     request = pb.LookupAndLeaseRequest(
-        queries=[pb.Query(namespace_id=registration.namespace_id, digests=chain) for chain in chains],
+        queries=[
+            pb.Query(namespace_id=registration.namespace_id, digests=chain, max_block_error=max_block_error)
+            for chain in chains
+        ],
         wait_ms=wait_ms,
     )
     timeout_s = core.config.lookup_timeout_s + wait_ms / 1e3

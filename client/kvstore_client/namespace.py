@@ -29,7 +29,8 @@ class ModelIdentity:
     """One layer group of one shard of one model: what two workers must agree on to share blocks.
 
     `fingerprint` is 32 bytes; `model_name` is for people only; `codec` is the codec's registered name and must be that
-    of `layout`.
+    of `layout`. `plan_name`: what the codec plan is kept under, if not the codec's name: workers that agree on it need
+    not agree on a codec, they adopt the first one's.
     """
 
     fingerprint: bytes
@@ -37,6 +38,7 @@ class ModelIdentity:
     codec: str
     layout: BlockLayout
     shard: Shard
+    plan_name: str = ""
 
     def __post_init__(self) -> None:
         if len(self.fingerprint) != FINGERPRINT_BYTES:

@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from kvstore_kernels.codecs.plan import CodecPlan
     from kvstore_kernels.layout import BlockLayout
 
+NOISE_LIMIT = "noise_limit"
+"""Tensor of a codec plan: the largest error of K and of V in each layer [layers, 2] that blocks are shared with."""
 _MOST_BYTES = 64 * 2**20
 
 
 class PlanFolder:
-    """$XDG_CACHE_HOME/gpu-kvstore/plans/<fingerprint>-<codec>.plan. A file that can't be read is as good as none."""
+    """$XDG_CACHE_HOME/gpu-kvstore/plans/<fingerprint>-<plan name or codec>.plan.
+
+    A file that can't be read is as good as none.
+    """
 
     def __init__(self, folder: Path, notices: Notices) -> None:
         self._folder = folder
@@ -33,22 +38,22 @@ class PlanFolder:
         root = Path(base) if Path(base).is_absolute() else Path(environ.get("HOME", "/nonexistent")) / ".cache"
         return cls(root / "gpu-kvstore" / "plans", notices)
 
-    def load(self, fingerprint: bytes, layout: BlockLayout) -> CodecPlan | None:
-        """The plan kept for a model, if there is a sound one that fits the layout."""
-        path = self._path(fingerprint, layout)
-        try:
-            with path.open("rb") as file:
-                data = file.read(_MOST_BYTES + 1)
-        except OSError:
-            return None
-        plan = read_plan(data, layout)
-        if plan is None:
+    def load(self, fingerprint: bytes, layout: BlockLayout, name: str = "") -> CodecPlan | None:
+        """The plan kept for a model under a name (default: the codec's), if there is a sound one that fits."""
+        path = self._path(fingerprint, name or layout.codec)
+        data = _content(path)
+        plan = None if data is None else read_plan(data, layout)
+        if plan is None and data is not None:
             self._notices.warn("plan-file", f"{path} holds no codec plan for this model; calibrating again")
         return plan
 
-    def save(self, fingerprint: bytes, layout: BlockLayout, plan: CodecPlan) -> None:
+    def named(self, fingerprint: bytes, name: str) -> bytes | None:
+        """What is kept for a model under a name, whatever its layout."""
+        return _content(self._path(fingerprint, name))
+
+    def save(self, fingerprint: bytes, layout: BlockLayout, plan: CodecPlan, name: str = "") -> None:
         """Keeps a plan, atomically."""
-        path = self._path(fingerprint, layout)
+        path = self._path(fingerprint, name or layout.codec)
         data = plan.to_bytes()
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -65,8 +70,16 @@ class PlanFolder:
         except OSError as error:
             self._notices.warn("plan-file", f"the codec plan can't be kept in {path}: {error}")
 
-    def _path(self, fingerprint: bytes, layout: BlockLayout) -> Path:
-        return self._folder / f"{fingerprint.hex()}-{_name(layout.codec)}.plan"
+    def _path(self, fingerprint: bytes, name: str) -> Path:
+        return self._folder / f"{fingerprint.hex()}-{_name(name)}.plan"
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES + 1)
+    except OSError:
+        return None
 
 
 def _name(codec: str) -> str:
@@ -83,6 +96,8 @@ def read_plan(data: bytes, layout: BlockLayout) -> CodecPlan | None:
     try:
         plan = CodecPlan.from_bytes(data)
         make_codec(layout, plan)
+        if NOISE_LIMIT in plan.tensors:
+            plan.tensor(NOISE_LIMIT, (layout.layers, 2))
     except (LayoutError, PlanError):
         return None
     return plan

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvstore_client.link import Link
 
-_Key = tuple[bytes, bytes, object, str]
+_Key = tuple[bytes, bytes, object, str, str]
 
 
 class Registry:
@@ -43,19 +43,22 @@ class Registry:
         compute_device: str = "cpu",
     ) -> Namespace:
         """See Store.namespace_for."""
-        key: _Key = (identity.fingerprint, identity.layout.digest(), identity.shard, compute_device)
+        key: _Key = (
+            identity.fingerprint, identity.layout.digest(), identity.shard, identity.plan_name, compute_device,
+        )  # fmt: skip
         with self._making:
             known = self._namespaces.get(key)
             if known is not None:
                 return known
             link = current_link()
             plan = None if link is None else self._kept_plan(identity, link)
-            plan = plan or self._plans.load(identity.fingerprint, identity.layout) or plan_factory()
+            plan = plan or self._plans.load(identity.fingerprint, identity.layout, identity.plan_name)
+            plan = plan or plan_factory()
             namespace = Namespace(identity, plan, compute_device)
             link = current_link()
             if link is not None:
                 namespace = self._first_registration(namespace, link)
-            self._plans.save(identity.fingerprint, identity.layout, namespace.plan)
+            self._plans.save(identity.fingerprint, identity.layout, namespace.plan, identity.plan_name)
             self._namespaces[key] = namespace
         # A service may have appeared, or gone and come again, since.
         link = current_link()
@@ -122,12 +125,21 @@ class Registry:
         return namespace
 
     def _kept_plan(self, identity: ModelIdentity, link: Link) -> CodecPlan | None:
-        request = pb.GetCodecPlanRequest(model_fingerprint=identity.fingerprint, codec=identity.codec)
+        data = self._kept(identity.fingerprint, identity.plan_name or identity.codec, link)
+        return None if data is None else read_plan(data, identity.layout)
+
+    def named_plans(self, fingerprint: bytes, name: str, link: Link | None) -> list[bytes]:
+        """What is kept for a model under a plan name, as bytes: the service's, then the cache folder's."""
+        found = [None if link is None else self._kept(fingerprint, name, link), self._plans.named(fingerprint, name)]
+        return [data for data in found if data is not None]
+
+    def _kept(self, fingerprint: bytes, name: str, link: Link) -> bytes | None:
+        request = pb.GetCodecPlanRequest(model_fingerprint=fingerprint, codec=name)
         try:
             reply = link.call("GetCodecPlan", link.sessions.GetCodecPlan, request, self._config.control_timeout_s)
         except KVStoreError:
             return None
-        return read_plan(reply.codec_plan, identity.layout) if reply.found else None
+        return bytes(reply.codec_plan) if reply.found else None
 
     def _refused(self, namespace: Namespace, error: KVStoreError) -> None:
         if isinstance(error, ServiceUnavailableError):
@@ -161,6 +173,7 @@ class Registry:
                 digest=layout.digest(),
             ),
             codec_plan=plan.to_bytes(),
+            plan_name=identity.plan_name,
         )
         reply: pb.RegisterModelResponse = link.call(
             "RegisterModel", link.sessions.RegisterModel, request, self._config.control_timeout_s

@@ -35,8 +35,10 @@ class Request:
     and every lease is in `_holdings` until it is given back; no lock is held during a call of the service.
     """
 
-    def __init__(self, core: Core, namespace: Namespace) -> None:
+    def __init__(self, core: Core, namespace: Namespace, max_block_error: float | None = None) -> None:
+        """`max_block_error`: held blocks with a larger error count as not found."""
         self.namespace = namespace
+        self.max_block_error = max_block_error
         self._core = core
         self._holdings = core.open_holdings()
         self._meter = Meter()
@@ -46,6 +48,7 @@ class Request:
         self._targets: dict[bytes, tuple[int, SlotRef]] = {}
         self._committing: set[Block] = set()
         self._anonymous: set[Block] = set()
+        self._unshared: set[bytes] = set()
         self._short = Granted({})
         self._topping_up = False
         self._wants_ahead = False
@@ -69,7 +72,16 @@ class Request:
             self._meter.note(routed)
             return [Match(reason=routed) for _ in chains]
         try:
-            return look_up(self._core, *routed, self.namespace, self._holdings, self._meter, chains, wait_ms)
+            return look_up(
+                self._core,
+                *routed,
+                self.namespace,
+                self._holdings,
+                self._meter,
+                chains,
+                wait_ms,
+                self.max_block_error,
+            )
         except ServiceUnavailableError as error:
             if self._core.required:
                 raise
@@ -178,7 +190,8 @@ class Request:
         The caller never writes them again. `after`: the device work that writes them (a torch.cuda.Event, recorded
         behind it; default as in close()); nobody sees a block before that has ended, and a commit whose device is not
         done within 60 s is dropped ("device-late"). Worker-local blocks are copied to the service. Blocks whose digest
-        somebody else committed first stay this request's private ones.
+        somebody else committed first stay this request's private ones, and so do those whose error misses the bound of
+        the codec plan, with all that follow them.
         """
         self._check_open()
         checked = [e if isinstance(e, CommitEntry) else CommitEntry(*e) for e in entries]
@@ -190,7 +203,9 @@ class Request:
             after = default_stream_done(self.namespace.compute_device)
         with self._lock:
             self._committing.update(e.block for e in checked)
-        job = CommitJob(self._core, self.namespace, self._holdings, self._meter, self._targets, checked, after)
+        job = CommitJob(
+            self._core, self.namespace, self._holdings, self._meter, self._targets, checked, after, self._unshared
+        )
         self._core.worker.put(job)
 
     def give_back(self, block: Block, after: Done | None = None) -> None:

@@ -172,10 +172,19 @@ class Store:
         self._core.worker.poke(lambda: None)
         return namespace
 
-    def open_request(self, namespace: Namespace) -> Request:
-        """Starts a request. Cheap: no call of the service."""
+    def named_plans(self, fingerprint: bytes, name: str) -> list[bytes]:
+        """Codec plans kept for a model under a name (ModelIdentity.plan_name), best first: the service's, then the
+        cache folder's. Their bytes are somebody else's: to be checked.
+        """
         self._core.check_usable()
-        return Request(self._core, namespace)
+        return self._core.registry.named_plans(fingerprint, name, self._core.connection.link)
+
+    def open_request(self, namespace: Namespace, *, max_block_error: float | None = None) -> Request:
+        """Starts a request; held blocks with an error above `max_block_error` count as not found. No call of the
+        service.
+        """
+        self._core.check_usable()
+        return Request(self._core, namespace, max_block_error)
 
     def pin(self, namespace: Namespace, digest: bytes, pinned: bool = True) -> int:
         """Keeps the chain that ends with `digest` from eviction, or lets it go again.
@@ -214,7 +223,7 @@ class Store:
 
     def stats(self) -> dict[str, Any]:
         """Where this store stands: transport and why, the service's memory and device, boot id, breaker, local bytes,
-        open requests, notices by kind.
+        open requests, blocks kept back for their error, notices by kind.
         """
         core = self._core
         link = core.connection.link
@@ -241,6 +250,7 @@ class Store:
             "oldest_request_s": ages[-1] if ages else 0.0,
             "queued_jobs": len(core.worker),
             "dropped_jobs": core.worker.dropped,
+            "blocks_not_shared_error": core.blocks_not_shared_error,
             "notices": core.notices.counts(),
         }
 

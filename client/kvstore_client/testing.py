@@ -125,6 +125,8 @@ class FakeService(session_pb2_grpc.SessionServiceServicer, blocks_pb2_grpc.Block
     committed: dict[bytes, int] = field(default_factory=dict)
     payloads: dict[int, bytearray] = field(default_factory=dict)
     sums: dict[bytes, int] = field(default_factory=dict)
+    errors: dict[bytes, float] = field(default_factory=dict)
+    not_shared: int = 0
     held: set[int] = field(default_factory=set)
     leases: dict[int, list[bytes]] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
@@ -219,11 +221,16 @@ class FakeService(session_pb2_grpc.SessionServiceServicer, blocks_pb2_grpc.Block
             for query in request.queries:
                 digests = split_digests(query.digests)
                 held = []
+                reason = 0
                 for d in digests:
                     if d not in self.committed:
+                        reason = 1
+                        break
+                    if query.HasField("max_block_error") and self.errors[d] > query.max_block_error:
+                        reason = 4
                         break
                     held.append(d)
-                lease = reply.leases.add(miss_reason=0 if len(held) == len(digests) else 1)
+                lease = reply.leases.add(miss_reason=reason)
                 if held:
                     lease.lease_id = self.next_lease
                     self.leases[self.next_lease] = held
@@ -274,12 +281,14 @@ class FakeService(session_pb2_grpc.SessionServiceServicer, blocks_pb2_grpc.Block
         reply = blocks_pb2.CommitResponse(boot_id=self.boot_id)
         digests, parents = split_digests(request.digests), split_digests(request.parents)
         with self.lock:
+            self.not_shared += request.not_shared_error
             for i, slot in enumerate(request.slots):
                 d, parent = digests[i], parents[i]
                 won = d not in self.committed and (parent == NO_PARENT or parent in self.committed)
                 if won:
                     self.committed[d] = slot
                     self.sums[d] = request.checksums[i]
+                    self.errors[d] = request.errors[i]
                 reply.committed.append(won)
         return reply
 

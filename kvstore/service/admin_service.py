@@ -61,6 +61,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             sessions=stats.sessions,
             bytes_sent=self._core.bytes_sent,
             bytes_received=self._core.bytes_received,
+            blocks_not_shared_error=sums.blocks_not_shared_error,
         )
 
     @guarded
@@ -87,6 +88,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     max_bytes=namespace.max_bytes,
                     guaranteed_bytes=namespace.guaranteed_bytes,
                     sessions=namespace.sessions,
+                    largest_error=namespace.largest_error,
+                    mean_error=namespace.mean_error,
+                    plan_name=namespace.plan_name,
                 )
                 for namespace in self._core.store.namespaces()
             ]

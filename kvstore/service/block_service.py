@@ -1,6 +1,7 @@
 """BlockService: from protobuf to the store's values and back."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from kvstore.service.requests import (
     check_range,
     session_id_of,
 )
-from kvstore.store.types import CommitEntry, LeaseResult, Reservation, SlotRef
+from kvstore.store.types import CommitEntry, LeaseResult, Query, Reservation, SlotRef
 
 # The part of a caller's deadline that a reservation may spend on new slabs, and its bound without a deadline.
 _RESERVE_SHARE = 0.5
@@ -97,18 +98,20 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
         session_id = session_id_of(context)
         digests, parents = request.digests, request.parents
         count = check_parallel(
-            slab_ids=request.slab_ids, slots=request.slots, generations=request.generations, checksums=request.checksums
-        )
+            slab_ids=request.slab_ids, slots=request.slots, generations=request.generations,
+            checksums=request.checksums, errors=request.errors,
+        )  # fmt: skip
         check_length("digests", digests, count * DIGEST_BYTES)
         check_length("parents", parents, count * DIGEST_BYTES)
         entries = [
-            CommitEntry(slab_id, slot, generation, digests[at : at + 32], parents[at : at + 32], checksum)
-            for slab_id, slot, generation, checksum, at in zip(
-                request.slab_ids, request.slots, request.generations, request.checksums,
+            CommitEntry(slab_id, slot, generation, digests[at : at + 32], parents[at : at + 32], checksum, error)
+            for slab_id, slot, generation, checksum, error, at in zip(
+                request.slab_ids, request.slots, request.generations, request.checksums, request.errors,
                 range(0, count * DIGEST_BYTES, DIGEST_BYTES), strict=True,
             )
         ]  # fmt: skip
         committed = self._core.store.commit(session_id, request.namespace_id, entries)
+        self._core.store.note_not_shared(request.not_shared_error)
         await self._core.settled()
         return blocks_pb2.CommitResponse(committed=committed, boot_id=self._core.boot_id)
 
@@ -187,12 +190,12 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
         self._core.store.check_session(session_id_of(context))
         return probe_handle(self._core)
 
-    async def _wait_for_writers(self, session_id: bytes, queries: Sequence[tuple[int, bytes]], wait_s: float) -> None:
+    async def _wait_for_writers(self, session_id: bytes, queries: Sequence[Query], wait_s: float) -> None:
         """Waits until no query's next block is being written by another session, `wait_s` at most."""
         store = self._core.store
         deadline = time.monotonic() + wait_s
-        for namespace_id, digests in queries:
-            while (digest := store.in_flight_digest(session_id, namespace_id, digests)) is not None:
+        for namespace_id, digests, bound in queries:
+            while (digest := store.in_flight_digest(session_id, namespace_id, digests, bound)) is not None:
                 over = asyncio.Event()
                 cancel = store.watch_digest(namespace_id, digest, lambda _committed, over=over: over.set())  # type: ignore[misc]
                 try:
@@ -223,10 +226,17 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
         return reservation
 
 
-def _queries(queries: Sequence[blocks_pb2.Query]) -> list[tuple[int, bytes]]:
+def _queries(queries: Sequence[blocks_pb2.Query]) -> list[Query]:
     for query in queries:
         check_digests("digests", query.digests)
-    return [(query.namespace_id, query.digests) for query in queries]
+    return [
+        Query(
+            query.namespace_id,
+            query.digests,
+            query.max_block_error if query.HasField("max_block_error") else math.inf,
+        )
+        for query in queries
+    ]
 
 
 def _slot_refs(slab_ids: Sequence[int], slots: Sequence[int], generations: Sequence[int]) -> list[SlotRef]:

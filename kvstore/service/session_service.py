@@ -272,6 +272,7 @@ def _model_spec(request: session_pb2.RegisterModelRequest) -> ModelSpec:
         check_text(field, text, MAX_TEXT)
     check_text("layout.dtype", layout.dtype, MAX_NAME)
     check_text("layout.codec", layout.codec, MAX_CODEC)
+    check_text("plan_name", request.plan_name, MAX_CODEC)
     for field in ("block_tokens", "layers", "kv_heads", "k_dim", "v_dim"):
         check_range(f"layout.{field}", getattr(layout, field), 1, 65536)
     check_range("layout.block_bytes", layout.block_bytes, 1, 2**40)
@@ -293,4 +294,5 @@ def _model_spec(request: session_pb2.RegisterModelRequest) -> ModelSpec:
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
         layout_digest=layout.digest,
+        plan_name=request.plan_name,
     )

@@ -28,7 +28,8 @@ class Node:
     """A committed block; after it left the index, a condemned one.
 
     `depth` counts from 1; `before_run` is the last ancestor by another `writer`; `place` says where it lies (all fixed:
-    neither blocks nor their ancestors move while a block is in the index). `anchors` counts leases whose deepest
+    neither blocks nor their ancestors move while a block is in the index). `worst` is the largest `error` from the
+    first block to this one. `anchors` counts leases whose deepest
     *indexed* block this is, `holds` is 1 while the session that wrote it still uses it, `cover` counts leases on it
     once it is condemned.
     """
@@ -41,6 +42,7 @@ class Node:
         "cover",
         "depth",
         "digest",
+        "error",
         "generation",
         "holds",
         "indexed",
@@ -51,6 +53,7 @@ class Node:
         "slab",
         "slab_id",
         "slot",
+        "worst",
         "writer",
     )
 
@@ -64,6 +67,7 @@ class Node:
         checksum: int,
         writer: str,
         last_used: int,
+        error: float = 0.0,
     ) -> None:
         self.digest = digest
         self.parent = parent
@@ -78,6 +82,8 @@ class Node:
         self.slot = slot
         self.generation = generation
         self.checksum = checksum
+        self.error = error
+        self.worst: float = error if parent is None else max(parent.worst, error)
         self.writer: str = writer
         self.last_used = last_used
         self.anchors = 0
@@ -129,6 +135,16 @@ class ChainIndex:
     def get(self, digest: bytes) -> Node | None:
         """The node of a digest."""
         return self._nodes.get(digest)
+
+    def prefix_within(self, digests: bytes, max_error: float) -> Prefix | None:
+        """As `prefix`, up to the first block whose error is larger than `max_error`."""
+        found = self.prefix(digests)
+        if found is None or found.deepest.worst <= max_error:
+            return found
+        node: Node | None = found.deepest
+        while node is not None and node.worst > max_error:
+            node = node.parent
+        return None if node is None else self.prefix(digests[: node.depth * DIGEST_BYTES])
 
     def prefix(self, digests: bytes) -> Prefix | None:
         """The longest held prefix of a query, None if not a block is held; don't change it."""

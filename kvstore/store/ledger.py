@@ -4,8 +4,11 @@ Header (`header_bytes`, whole pages, little endian): magic "KVLEDGR1" | version 
 | namespace id u64 | slot bytes u64 | slots a slab u32 | slabs u32; then, at SLAB_TABLE, one u32 a slab range: the id of
 the slab whose slots it describes (0 = none). Slot s of the slab in range r has record r * slots_a_slab + s.
 
-Record (128 bytes): word u64 = generation << 32 | state | slab id u32 | slot u32 | tokens u32 | 0 u32 | checksum u64
+Record (128 bytes): word u64 = generation << 32 | state | slab id u32 | slot u32 | tokens u32 | error f32 | checksum u64
 | digest 32 | parent 32 | owner's instance id 16 | 0 16.
+
+The error is the block's rounding error relative to what it holds, as its writer measured it (kvstore_kernels.noise).
+Version 1 had no errors.
 
 Commit is one aligned store: all other fields are written first, then the word, as one native 8-byte store. A reader
 that sees the committed word with generation g sees the fields of that block; after a copy it compares the word again.
@@ -21,12 +24,12 @@ from kvstore.device.base import SlabMemory
 from kvstore.store.slots import SlotState
 
 MAGIC = b"KVLEDGR1"
-VERSION = 1
+VERSION = 2
 RECORD_BYTES = 128
 SLAB_TABLE = 128
 _HEADER = struct.Struct("<8sIIQQII")
 _PLACE = struct.Struct("<II")
-_CONTENT = struct.Struct("<IIQ32s32s")
+_CONTENT = struct.Struct("<IfQ32s32s")
 _OWNER = struct.Struct("<16s")
 _PLACE_AT, _CONTENT_AT, _OWNER_AT = 8, 16, 96
 _GENERATIONS = 1 << 32
@@ -41,6 +44,7 @@ class Record:
     slab_id: int
     slot: int
     tokens: int
+    error: float
     checksum: int
     digest: bytes
     parent: bytes
@@ -104,15 +108,17 @@ class Ledger:
         generation = (self._words[at >> 3] >> 32) + 1
         if generation == _GENERATIONS:
             generation = 1
-        _CONTENT.pack_into(self._view, at + _CONTENT_AT, 0, 0, 0, b"", b"")
+        _CONTENT.pack_into(self._view, at + _CONTENT_AT, 0, 0.0, 0, b"", b"")
         _OWNER.pack_into(self._view, at + _OWNER_AT, owner)
         self._words[at >> 3] = generation << 32 | SlotState.PRIVATE
         return generation
 
-    def set_committed(self, record: int, *, digest: bytes, parent: bytes, tokens: int, checksum: int) -> None:
+    def set_committed(
+        self, record: int, *, digest: bytes, parent: bytes, tokens: int, checksum: int, error: float
+    ) -> None:
         """Makes a block visible: fields first, then the word."""
         at = self._at(record)
-        _CONTENT.pack_into(self._view, at + _CONTENT_AT, tokens, 0, checksum, digest, parent)
+        _CONTENT.pack_into(self._view, at + _CONTENT_AT, tokens, error, checksum, digest, parent)
         self._words[at >> 3] = self._words[at >> 3] & ~0xFF | SlotState.COMMITTED
 
     def set_state(self, record: int, state: SlotState) -> None:
@@ -125,9 +131,9 @@ class Ledger:
         at = self._at(record)
         word = self._words[at >> 3]
         slab_id, slot = _PLACE.unpack_from(self._view, at + _PLACE_AT)
-        tokens, _, checksum, digest, parent = _CONTENT.unpack_from(self._view, at + _CONTENT_AT)
+        tokens, error, checksum, digest, parent = _CONTENT.unpack_from(self._view, at + _CONTENT_AT)
         (owner,) = _OWNER.unpack_from(self._view, at + _OWNER_AT)
-        return Record(SlotState(word & 0xFF), word >> 32, slab_id, slot, tokens, checksum, digest, parent, owner)
+        return Record(SlotState(word & 0xFF), word >> 32, slab_id, slot, tokens, error, checksum, digest, parent, owner)
 
     def release(self) -> None:
         """Lets go of the memory's view, so that its holder can close it."""

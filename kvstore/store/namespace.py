@@ -24,7 +24,7 @@ class NamespaceKey:
 
     tenant: str
     fingerprint: bytes
-    codec: str
+    plan_key: str
     plan_digest: bytes
     layer_group: str
     first_kv_head: int

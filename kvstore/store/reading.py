@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.errors import LimitReachedError
-from kvstore.store.index import Prefix
+from kvstore.errors import InvalidRequestError, LimitReachedError
+from kvstore.store.index import Prefix, chain_of
 from kvstore.store.lease import Lease
 from kvstore.store.namespace import Namespace
 from kvstore.store.sessions import Session
 from kvstore.store.state import StoreState
-from kvstore.store.types import DIGEST_BYTES, LeaseResult, MatchResult, MissReason
+from kvstore.store.types import DIGEST_BYTES, LeaseResult, MatchResult, MissReason, Query
 
-Query = tuple[int, bytes]
+# What callers pass: a Query, or its first two.
+QueryLike = tuple[int, bytes] | Query
 
 
 class Reading:
@@ -21,16 +22,16 @@ class Reading:
     def __init__(self, state: StoreState) -> None:
         self._state = state
 
-    def lookup(self, session_id: bytes, queries: Sequence[Query]) -> list[MatchResult]:
+    def lookup(self, session_id: bytes, queries: Sequence[QueryLike]) -> list[MatchResult]:
         """See Store.lookup."""
         session = self._state.session(session_id)
         results = []
-        for namespace, digests in self._prepare(session, queries):
-            blocks = len(namespace.index.walk(digests)[1])
-            results.append(MatchResult(blocks, *self._why(session, namespace, digests, blocks)))
+        for namespace, digests, bound in self._prepare(session, queries):
+            blocks = _held(namespace, digests, bound)
+            results.append(MatchResult(blocks, *self._why(session, namespace, digests, blocks, bound)))
         return results
 
-    def lookup_and_lease(self, session_id: bytes, queries: Sequence[Query]) -> list[LeaseResult]:
+    def lookup_and_lease(self, session_id: bytes, queries: Sequence[QueryLike]) -> list[LeaseResult]:
         """See Store.lookup_and_lease."""
         session = self._state.session(session_id)
         prepared = self._prepare(session, queries)
@@ -42,10 +43,10 @@ class Reading:
             )
         counters = self._state.counters
         results = []
-        for namespace, digests in prepared:
-            prefix = namespace.index.prefix(digests)
+        for namespace, digests, bound in prepared:
+            prefix = namespace.index.prefix_within(digests, bound)
             held = prefix.deepest.depth if prefix is not None else 0
-            reason, age = self._why(session, namespace, digests, held)
+            reason, age = self._why(session, namespace, digests, held, bound)
             asked = len(digests) // DIGEST_BYTES
             counters.lookups += 1
             counters.lookup_blocks += asked
@@ -58,24 +59,27 @@ class Reading:
                 results.append(self._lease(session, namespace, prefix, reason, age))
         return results
 
-    def in_flight_digest(self, session_id: bytes, namespace_id: int, digests: bytes) -> bytes | None:
+    def in_flight_digest(self, session_id: bytes, namespace_id: int, digests: bytes, max_error: float) -> bytes | None:
         """See Store.in_flight_digest."""
         session = self._state.session(session_id)
         namespace = self._state.namespace_of(session, namespace_id)
         self._state.count(digests)
-        blocks = len(namespace.index.walk(digests)[1])
-        reason, _ = self._why(session, namespace, digests, blocks)
+        blocks = _held(namespace, digests, max_error)
+        reason, _ = self._why(session, namespace, digests, blocks, max_error)
         return _digest(digests, blocks) if reason is MissReason.IN_FLIGHT else None
 
-    def _prepare(self, session: Session, queries: Sequence[Query]) -> list[tuple[Namespace, bytes]]:
+    def _prepare(self, session: Session, queries: Sequence[QueryLike]) -> list[tuple[Namespace, bytes, float]]:
         """Checks everything before anything is leased."""
         most = self._state.config.max_queries
         if len(queries) > most:
             raise LimitReachedError(f"{len(queries)} queries in one call: at most {most} are allowed. Make more calls")
         prepared = []
-        for namespace_id, digests in queries:
+        for query in queries:
+            namespace_id, digests, bound = Query(*query)
             self._state.count(digests)
-            prepared.append((self._state.namespace_of(session, namespace_id), digests))
+            if not bound >= 0:
+                raise InvalidRequestError(f"max_block_error is {bound}: expected a number from 0 on, or none")
+            prepared.append((self._state.namespace_of(session, namespace_id), digests, bound))
         return prepared
 
     def _lease(
@@ -103,17 +107,29 @@ class Reading:
             prefix,
         )
 
-    def _why(self, session: Session, namespace: Namespace, digests: bytes, blocks: int) -> tuple[MissReason, int]:
+    def _why(
+        self, session: Session, namespace: Namespace, digests: bytes, blocks: int, max_error: float
+    ) -> tuple[MissReason, int]:
         """Why the prefix is not longer than `blocks`, and the age in milliseconds of what is in flight."""
         if blocks * DIGEST_BYTES == len(digests):
             return MissReason.COMPLETE, 0
         missing = _digest(digests, blocks)
+        node = namespace.index.get(missing)
+        if node is not None and node.worst > max_error and node.depth == blocks + 1:
+            return MissReason.FIDELITY, 0
         entry = namespace.in_flight.get(missing)
         if entry is not None and entry.session is not session:
             return MissReason.IN_FLIGHT, self._state.age_ms(entry.since)
         if namespace.was_damaged(missing):
             return MissReason.DAMAGED, 0
         return MissReason.NOT_FOUND, 0
+
+
+def _held(namespace: Namespace, digests: bytes, max_error: float) -> int:
+    deepest, places = namespace.index.walk(digests)
+    if deepest is None or deepest.worst <= max_error:
+        return len(places)
+    return sum(node.worst <= max_error for node in chain_of(deepest))
 
 
 def _digest(digests: bytes, position: int) -> bytes:

@@ -30,7 +30,7 @@ _RANGES = {
 
 
 class Registry:
-    """Namespaces by identity, and the codec plan kept for each (tenant, fingerprint, codec).
+    """Namespaces by identity, and the codec plan kept for each (tenant, fingerprint, plan name or codec).
 
     Invariant: a plan is kept from the first registration that used it until its last namespace is dropped.
     """
@@ -40,19 +40,19 @@ class Registry:
         self._by_key: dict[NamespaceKey, Namespace] = {}
         self._plans: dict[tuple[str, bytes, str], bytes] = {}
 
-    def plan(self, tenant: str, fingerprint: bytes, codec: str) -> bytes | None:
-        """The plan kept for a model."""
-        return self._plans.get((tenant, fingerprint, codec))
+    def plan(self, tenant: str, fingerprint: bytes, name: str) -> bytes | None:
+        """The plan kept for a model, by plan name or codec."""
+        return self._plans.get((tenant, fingerprint, name))
 
     def register(self, session: Session, spec: ModelSpec, removal: Removal) -> Registration:
         """See Store.register_model."""
-        plan_key = (session.tenant, spec.fingerprint, spec.codec)
+        plan_key = (session.tenant, spec.fingerprint, spec.plan_key)
         self._check(spec, is_new=plan_key not in self._plans)
         plan = self._plans.get(plan_key, spec.codec_plan)
         key = NamespaceKey(
             session.tenant,
             spec.fingerprint,
-            spec.codec,
+            spec.plan_key,
             hashlib.sha256(plan).digest(),
             spec.layer_group,
             spec.first_kv_head,
@@ -90,10 +90,10 @@ class Registry:
             self._state.events.append(LedgerGone(namespace.namespace_id, namespace.ledger.memory))
         key = namespace.key
         if not any(
-            (other.tenant, other.fingerprint, other.codec) == (key.tenant, key.fingerprint, key.codec)
+            (other.tenant, other.fingerprint, other.plan_key) == (key.tenant, key.fingerprint, key.plan_key)
             for other in self._by_key
         ):
-            self._plans.pop((key.tenant, key.fingerprint, key.codec), None)
+            self._plans.pop((key.tenant, key.fingerprint, key.plan_key), None)
 
     def _create(self, key: NamespaceKey, spec: ModelSpec, removal: Removal) -> Namespace:
         config = self._state.config
@@ -135,7 +135,7 @@ class Registry:
             value = getattr(spec, name)
             if len(value) != DIGEST_BYTES:
                 raise InvalidRequestError(f"{name} of {len(value)} bytes: expected {DIGEST_BYTES}")
-        for name in ("model_name", "layer_group", "codec"):
+        for name in ("model_name", "layer_group", "codec", "plan_name"):
             value = getattr(spec, name)
             if len(value) > _MAX_NAME or (not value and name == "codec"):
                 raise InvalidRequestError(f"{name} of {len(value)} characters: expected 1 to {_MAX_NAME}")

@@ -36,6 +36,7 @@ def namespace_stats(state: StoreState, namespace: Namespace) -> NamespaceStats:
     """One namespace."""
     slabs = list(namespace.slabs.values())
     spec = namespace.spec
+    errors = [node.error for node in namespace.index]
     return NamespaceStats(
         namespace_id=namespace.namespace_id,
         tenant=namespace.tenant,
@@ -54,6 +55,9 @@ def namespace_stats(state: StoreState, namespace: Namespace) -> NamespaceStats:
         max_bytes=namespace.quota.maximum,
         guaranteed_bytes=guarantee(namespace, list(state.namespaces.values()), state.budget),
         sessions=len(namespace.sessions),
+        largest_error=max(errors, default=0.0),
+        mean_error=sum(errors) / len(errors) if errors else 0.0,
+        plan_name=spec.plan_name,
     )
 
 

@@ -142,7 +142,12 @@ class Slab:
         self._move(slot, SlotEvent.COMMIT)
         self.nodes[slot] = node
         self._ledger.set_committed(
-            self._base + slot, digest=node.digest, parent=parent, tokens=tokens, checksum=node.checksum
+            self._base + slot,
+            digest=node.digest,
+            parent=parent,
+            tokens=tokens,
+            checksum=node.checksum,
+            error=node.error,
         )
 
     def condemn(self, slot: int) -> None:

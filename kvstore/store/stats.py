@@ -19,6 +19,7 @@ class Counters:
     evictions: int = 0
     damaged: int = 0
     reserve_short: int = 0
+    blocks_not_shared_error: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,9 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStats:
-    """One namespace. `max_bytes` 0 = the whole budget. `sessions` counts the living ones that registered it."""
+    """One namespace. `max_bytes` 0 = the whole budget. `sessions` counts the living ones that registered it. Errors are
+    those of committed blocks, 0 without any.
+    """
 
     namespace_id: int
     tenant: str
@@ -68,6 +71,9 @@ class NamespaceStats:
     max_bytes: int
     guaranteed_bytes: int
     sessions: int
+    largest_error: float
+    mean_error: float
+    plan_name: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from kvstore.device.base import SlabMemory
@@ -13,7 +14,7 @@ from kvstore.store.mappings import Mappings
 from kvstore.store.namespace import Namespace
 from kvstore.store.payloads import Payloads
 from kvstore.store.policy import EvictionPolicy, LeastRecentlyUsed
-from kvstore.store.reading import Reading
+from kvstore.store.reading import QueryLike, Reading
 from kvstore.store.registry import Registry
 from kvstore.store.removal import Removal
 from kvstore.store.report import namespace_stats, session_stats, store_stats
@@ -151,17 +152,19 @@ class Store:
         session, namespace = self._place(session_id, namespace_id)
         return self._supply.request_ahead(session, namespace)
 
-    def lookup(self, session_id: bytes, queries: Sequence[tuple[int, bytes]]) -> list[MatchResult]:
-        """Held prefix of each (namespace id, digests); pins nothing, touches nothing."""
+    def lookup(self, session_id: bytes, queries: Sequence[QueryLike]) -> list[MatchResult]:
+        """Held prefix of each Query (or its first two); pins nothing, touches nothing."""
         return self._reading.lookup(session_id, queries)
 
-    def lookup_and_lease(self, session_id: bytes, queries: Sequence[tuple[int, bytes]]) -> list[LeaseResult]:
-        """Leases the longest held prefix of each (namespace id, digests), all in one step. Raises LimitReachedError."""
+    def lookup_and_lease(self, session_id: bytes, queries: Sequence[QueryLike]) -> list[LeaseResult]:
+        """Leases the longest held prefix of each Query (or its first two) in one step. Raises LimitReachedError."""
         return self._reading.lookup_and_lease(session_id, queries)
 
-    def in_flight_digest(self, session_id: bytes, namespace_id: int, digests: bytes) -> bytes | None:
+    def in_flight_digest(
+        self, session_id: bytes, namespace_id: int, digests: bytes, max_error: float = math.inf
+    ) -> bytes | None:
         """The first digest of the query that is not held, if another session is writing it."""
-        return self._reading.in_flight_digest(session_id, namespace_id, digests)
+        return self._reading.in_flight_digest(session_id, namespace_id, digests, max_error)
 
     def watch_digest(self, namespace_id: int, digest: bytes, callback: Callable[[bool], None]) -> Callable[[], None]:
         """Calls `callback(committed)` once: True when the digest is committed, False when its writer gives up.
@@ -202,6 +205,10 @@ class Store:
         """
         session, namespace = self._place(session_id, namespace_id)
         return self._writing.commit(session, namespace, entries)
+
+    def note_not_shared(self, blocks: int) -> None:
+        """A writer kept so many blocks to itself, because their error misses the bound."""
+        self._state.counters.blocks_not_shared_error += blocks
 
     def abort(self, session_id: bytes, slots: Sequence[SlotRef]) -> int:
         """Ends the caller's hold on slots, private (free then) or committed. Number ended; others are skipped."""

@@ -4,9 +4,10 @@ hold no references into the store.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvstore.store.index import Prefix
@@ -24,6 +25,7 @@ class MissReason(IntEnum):
     NOT_FOUND = 1
     IN_FLIGHT = 2
     DAMAGED = 3
+    FIDELITY = 4
 
 
 class ReserveStatus(IntEnum):
@@ -91,6 +93,12 @@ class ModelSpec:
     block_tokens: int
     block_bytes: int
     layout_digest: bytes
+    plan_name: str = ""
+
+    @property
+    def plan_key(self) -> str:
+        """What its codec plan is kept under, beside tenant and fingerprint."""
+        return self.plan_name or self.codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,14 @@ class Registration:
     codec_plan: bytes
     codec_plan_kept: bool
     max_bytes: int
+
+
+class Query(NamedTuple):
+    """The chain of one sequence in one namespace; blocks with an error above `max_error` count as not held."""
+
+    namespace_id: int
+    digests: bytes
+    max_error: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +196,9 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True)
 class CommitEntry:
-    """A written private slot that is to become visible. `parent` is ROOT_DIGEST for the first block of a sequence."""
+    """A written private slot that is to become visible. `parent` is ROOT_DIGEST for the first block of a sequence;
+    `error` the block's rounding error, relative to what it holds.
+    """
 
     slab_id: int
     slot: int
@@ -188,6 +206,7 @@ class CommitEntry:
     digest: bytes
     parent: bytes
     checksum: int
+    error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvstore.device.base import SlabMemory
@@ -200,6 +201,11 @@ class Writing:
             )
         if not 0 <= entry.checksum < _CHECKSUMS:
             raise InvalidRequestError(f"checksum {entry.checksum}: expected 64 bits")
+        if not (math.isfinite(entry.error) and entry.error >= 0):
+            raise InvalidRequestError(
+                f"error {entry.error} of block {entry.digest.hex()}: expected a finite number from 0 on. Measure it "
+                "with kvstore_kernels.noise"
+            )
         slab = namespace.slabs.get(entry.slab_id)
         if slab is None or not 0 <= entry.slot < slab.slots:
             raise SlotNotOwnedError(
@@ -241,6 +247,7 @@ class Writing:
             entry.checksum,
             session.name,
             next(self._state.ticks),
+            entry.error,
         )
         # The writer goes on reading it in place until it gives the slot back.
         node.holds = 1

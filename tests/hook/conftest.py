@@ -163,6 +163,7 @@ class FakeStore:
         self.pinned: list[bytes] = []
         self.warnings: list[str] = []
         self.absent = False
+        self.max_block_error: float | None = None
         self.budget: int | None = None
         self.on_match: Callable[[FakeRequest, int], None] | None = None
         self.on_reserve: Callable[[FakeRequest], None] | None = None
@@ -180,13 +181,17 @@ class FakeStore:
         self, identity: ModelIdentity, plan_factory: Callable[[], Any], *, device: torch.device
     ) -> Namespace:
         assert device == self.device
-        known = (identity.fingerprint, identity.codec, identity.layout.digest())
+        known = (identity.fingerprint, identity.plan_name or identity.codec, identity.layout.digest())
         if known not in self.namespaces:
             self.namespaces[known] = Namespace(identity, plan_factory())
         return self.namespaces[known]
 
-    def open_request(self, namespace: Namespace) -> FakeRequest:
+    def named_plans(self, fingerprint: bytes, name: str) -> list[bytes]:
+        return [n.plan.to_bytes() for known, n in self.namespaces.items() if known[:2] == (fingerprint, name)]
+
+    def open_request(self, namespace: Namespace, *, max_block_error: float | None = None) -> FakeRequest:
         request = FakeRequest(self, namespace, self.worker)
+        self.max_block_error = max_block_error
         self.requests.append(request)
         self.made.append(request)
         return request

@@ -291,11 +291,12 @@ def test_b161_blocks_with_impossible_values_are_refused(worker, admin):
     good = {
         "namespace_id": namespace, "slab_ids": reserved.slab_ids, "slots": reserved.slots,
         "generations": reserved.generations, "digests": b"".join(digests), "parents": bytes(32) + digests[0],
-        "checksums": [1, 2],
+        "checksums": [1, 2], "errors": [0.0, 0.5],
     }  # fmt: skip
     bad = grpc.StatusCode.INVALID_ARGUMENT
     for change in (
         {"slots": [0]}, {"generations": []}, {"checksums": [1, 2, 3]}, {"digests": bytes(63)}, {"parents": b""},
+        {"errors": []}, {"errors": [0, -0.1]}, {"errors": [0, float("nan")]}, {"errors": [float("inf"), 0]},
     ):  # fmt: skip
         assert code_of(one.call, one.blocks.Commit, blocks_pb2.CommitRequest(**{**good, **change})) is bad
     for change in ({"slots": [2**32 - 1] * 2}, {"slab_ids": [77, 77]}, {"generations": [9, 9]}):

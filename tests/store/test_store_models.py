@@ -262,3 +262,22 @@ def test_guarantees_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(BudgetTooSmallError, match="guarantee"):
         harness.worker(spec=model_spec(model="big"))
     assert harness.store.namespaces() == []
+
+
+def test_a_plan_name_stands_for_whatever_codec_it_has() -> None:
+    harness = StoreHarness()
+    first, second = harness.worker("a"), harness.worker("b")
+    store, name = harness.store, "max_error=0.05"
+    plain = model_spec(codec="int8")
+    chosen = model_spec(codec="int8", codec_plan=b"chosen", plan_name=name)
+    assert store.codec_plan(first.session_id, plain.fingerprint, name) is None
+    ids = [store.register_model(first.session_id, spec).namespace_id for spec in (plain, chosen)]
+    # The same codec, but with a plan of its own: another namespace, and neither adopts the other's plan.
+    assert ids[0] != ids[1]
+    assert store.codec_plan(second.session_id, plain.fingerprint, name) == b"chosen"
+    assert store.codec_plan(second.session_id, plain.fingerprint, "int8") == plain.codec_plan
+    late = store.register_model(second.session_id, model_spec(codec="int8", codec_plan=b"late", plan_name=name))
+    assert (late.namespace_id, late.codec_plan, late.codec_plan_kept) == (ids[1], b"chosen", False)
+    assert [(n.codec, n.plan_name) for n in store.namespaces() if n.codec == "int8"] == [("int8", ""), ("int8", name)]
+    with pytest.raises(LayoutConflictError):
+        store.register_model(second.session_id, model_spec(layout_digest=b"x" * 32, plan_name=name))

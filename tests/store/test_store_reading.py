@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvstore.errors import InvalidRequestError, LimitReachedError, NotHeldError
 from kvstore.store import MissReason
+from kvstore.store.types import Query
 from kvstore.testing import StoreHarness, block_content, digest_chain, model_spec
 
 
@@ -255,3 +258,48 @@ def test_pins_protect_a_chain_until_they_are_lifted() -> None:
     with pytest.raises(NotHeldError, match="Prewarm"):
         harness.store.pin(worker.session_id, worker.namespace_id, chain[2], True)
     assert harness.store.namespaces()[0].pinned_chains == 0
+
+
+def test_blocks_with_a_larger_error_count_as_not_held() -> None:
+    harness = StoreHarness()
+    worker = harness.worker()
+    store, chain = harness.store, digest_chain(5)
+    entries = worker.fill(worker.reserve(chain[:4]), chain[:4])
+    errors = [0.01, 0.0, 0.5, 0.02]
+    worker.commit([replace(entry, error=error) for entry, error in zip(entries, errors, strict=True)])
+    for bound, blocks in ((1.0, 4), (0.5, 4), (0.49, 2), (0.01, 2), (0.005, 0), (0.0, 0)):
+        query = Query(worker.namespace_id, b"".join(chain), bound)
+        reason = MissReason.NOT_FOUND if blocks == 4 else MissReason.FIDELITY
+        for found in (store.lookup(worker.session_id, [query])[0],
+                      store.lookup_and_lease(worker.session_id, [query])[0]):  # fmt: skip
+            assert (found.blocks, found.miss_reason) == (blocks, reason)
+    assert worker.lease(chain).blocks == 4
+    assert worker.lease(chain[:3]).miss_reason is MissReason.COMPLETE
+    (shown,) = store.namespaces()
+    assert (shown.largest_error, shown.mean_error) == (0.5, pytest.approx(0.1325))
+    assert not store.check_integrity()
+    with pytest.raises(InvalidRequestError, match="max_block_error"):
+        store.lookup(worker.session_id, [Query(worker.namespace_id, b"", float("nan"))])
+
+
+def test_who_waits_for_a_writer_does_not_wait_behind_a_block_it_would_not_take() -> None:
+    harness = StoreHarness()
+    writer, reader = harness.worker("w"), harness.worker("r")
+    chain = digest_chain(2)
+    (entry,) = writer.fill(writer.reserve(chain[:1]), chain[:1])
+    writer.commit([replace(entry, error=0.5)])
+    writer.reserve(chain[1:])
+    place = (reader.session_id, reader.namespace_id, b"".join(chain))
+    assert harness.store.in_flight_digest(*place) == chain[1]
+    assert harness.store.in_flight_digest(*place, 0.4) is None
+
+
+@pytest.mark.parametrize("error", [-0.1, float("nan"), float("inf")])
+def test_errors_that_are_none_are_refused(error: float) -> None:
+    harness = StoreHarness()
+    worker = harness.worker()
+    chain = digest_chain(1)
+    (entry,) = worker.fill(worker.reserve(chain), chain)
+    with pytest.raises(InvalidRequestError, match="finite number from 0 on"):
+        worker.commit([replace(entry, error=error)])
+    assert worker.held(chain) == 0

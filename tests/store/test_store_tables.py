@@ -67,13 +67,14 @@ def test_ledger_bytes_are_where_the_docstring_says() -> None:
     ledger.attach_slab(1, 42)
     record = 1 * 5 + 3
     generation = ledger.set_private(record, b"o" * 16)
-    ledger.set_committed(record, digest=b"d" * 32, parent=b"p" * 32, tokens=64, checksum=(1 << 64) - 2)
-    assert struct.unpack_from("<8sIIQQII", memory.view, 0) == (MAGIC, 1, RECORD_BYTES, 9, 4096, 5, 3)
+    ledger.set_committed(record, digest=b"d" * 32, parent=b"p" * 32, tokens=64, checksum=(1 << 64) - 2, error=0.25)
+    assert struct.unpack_from("<8sIIQQII", memory.view, 0) == (MAGIC, 2, RECORD_BYTES, 9, 4096, 5, 3)
     assert struct.unpack_from("<3I", memory.view, SLAB_TABLE) == (0, 42, 0)
     at = header_bytes(3) + record * RECORD_BYTES
-    word, slab_id, slot, tokens, _, checksum = struct.unpack_from("<QIIIIQ", memory.view, at)
+    word, slab_id, slot, tokens, error, checksum = struct.unpack_from("<QIIIfQ", memory.view, at)
     assert word == generation << 32 | SlotState.COMMITTED
-    assert (slab_id, slot, tokens, checksum) == (42, 3, 64, (1 << 64) - 2)
+    assert (slab_id, slot, tokens, error, checksum) == (42, 3, 64, 0.25, (1 << 64) - 2)
+    assert ledger.read(record).error == 0.25
     assert bytes(memory.view[at + 32 : at + 112]) == b"d" * 32 + b"p" * 32 + b"o" * 16
 
 
@@ -95,7 +96,7 @@ def test_a_commit_writes_its_word_last() -> None:
             self.words[index] = value
 
     ledger._words = Spy(ledger._words)  # type: ignore[assignment]
-    ledger.set_committed(0, digest=b"d" * 32, parent=bytes(32), tokens=64, checksum=1)
+    ledger.set_committed(0, digest=b"d" * 32, parent=bytes(32), tokens=64, checksum=1, error=0.5)
     assert seen == [b"d" * 32]
     assert ledger.read(0).state is SlotState.COMMITTED
 
@@ -115,10 +116,11 @@ def test_generations_grow_over_slabs_and_wrap_past_zero() -> None:
 def test_a_new_private_record_shows_nothing_of_the_block_before() -> None:
     ledger, _ = make_ledger()
     ledger.set_private(2, b"o" * 16)
-    ledger.set_committed(2, digest=b"d" * 32, parent=b"p" * 32, tokens=64, checksum=5)
+    ledger.set_committed(2, digest=b"d" * 32, parent=b"p" * 32, tokens=64, checksum=5, error=0.5)
     ledger.set_private(2, b"n" * 16)
     record = ledger.read(2)
     assert (record.digest, record.parent, record.checksum, record.owner) == (bytes(32), bytes(32), 0, b"n" * 16)
+    assert record.error == 0
 
 
 @given(st.integers(1, 64 << 20), st.integers(1 << 20, 1 << 40), st.integers(1, 4096))

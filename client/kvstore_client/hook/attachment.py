@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from kvstore_client.hook import attention
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.calibration import calibrate
-from kvstore_client.hook.choice import choose, choose_codecs
+from kvstore_client.hook.choice import Choice, bound_name, choose, choose_codecs, measured
 from kvstore_client.hook.errors import AttachError, UnsupportedInputError, UnsupportedModelError
 from kvstore_client.hook.fingerprint import Fingerprint, foreign_hook
 from kvstore_client.hook.firsttoken import FirstTokens
@@ -68,6 +68,8 @@ class Attachment:
         fallback: str,
         salt: bytes,
         plan: ModelPlan,
+        fingerprint: Fingerprint | None = None,
+        min_fidelity: float | None = None,
     ) -> None:
         self.store = store
         self.model = model
@@ -80,15 +82,23 @@ class Attachment:
         self.reports: deque[HitReport] = deque(maxlen=_REPORTS_KEPT)
         self.tokens_per_s: float | None = None
         self._lock = threading.Lock()
-        self._fingerprint = Fingerprint(model)
+        self.min_fidelity = min_fidelity
+        self._fingerprint = fingerprint or Fingerprint(model)
         self._namespace: Namespace | None = None
         self._fields: dict[str, Any] = {}
         self._detached = False
         self._first = FirstTokens(model)
-        # Of a codec that was chosen by measuring: the bound, each layer's error, and the calibration made for it.
+        # Of a codec that was chosen by measuring: the bound, each layer's error, and the plan made for it, which holds
+        # for the weights of a fingerprint.
         self.max_error: float | None = None
         self.errors: list[float] = []
-        self.calibrated: CodecPlan | None = None
+        self._chosen: CodecPlan | None = None
+        self._chosen_for = b""
+
+    def adopt(self, chosen: Choice, max_error: float | None) -> None:
+        """Takes what was chosen for the weights as they are. For attach()."""
+        self.max_error, self.errors, self._chosen = max_error, chosen.errors, chosen.plan
+        self._chosen_for = self._fingerprint.value
 
     # -- identity ---------------------------------------------------------------------------------------------
 
@@ -107,6 +117,7 @@ class Attachment:
                     codec=self.codec,
                     layout=layout_of(self.plan, self.codec),
                     shard=Shard(self.plan.layer_group, 0, self.plan.kv_heads),
+                    plan_name=self._plan_name(value),
                 )
                 namespace = self.store.namespace_for(identity, self._make_plan, device=self.plan.device)
                 self._prepare(namespace)
@@ -125,15 +136,24 @@ class Attachment:
                 _logger.warning("decode steps run on torch, about half as fast over a long context: %s", reason)
 
     def _make_plan(self) -> CodecPlan:
-        if self.calibrated is not None:
-            # It was made for these very weights; others get one of their own.
-            plan, self.calibrated = self.calibrated, None
-            return plan
+        if self.max_error is not None:
+            if self._chosen is not None and self._fingerprint.value == self._chosen_for:
+                return self._chosen
+            # Other weights keep the codecs, and get limits of their own.
+            found = measured(self.model, self.plan, self.tokenizer, self.max_error, self.codec)
+            assert found.plan is not None
+            self.errors = found.errors
+            return found.plan
         began = time.monotonic()
         plan = calibrate(self.model, self.plan, self.codec, self.tokenizer)
         if self.codec != "passthrough":
             self.observe_rate(1024, time.monotonic() - began)
         return plan
+
+    def _plan_name(self, fingerprint: bytes) -> str:
+        if self.max_error is None:
+            return ""
+        return bound_name(self.max_error, "" if fingerprint == self._chosen_for else self.codec)
 
     def weights_changed(self) -> None:
         """Hashes all weights again. Needed after sparse edits through `.data`, which leave no other trace."""
@@ -173,6 +193,7 @@ class Attachment:
             keep_last=keep_last,
             tokens_per_s=self.tokens_per_s,
             salt=self.salt,
+            max_block_error=None if self.min_fidelity is None else 1 - self.min_fidelity,
             background=background,
             first_token=self._first.of,
         )
@@ -212,10 +233,12 @@ class Attachment:
             report.prefill_tokens = report.prompt_tokens - report.reused_tokens
             report.prefill_ms = (time.monotonic() - began) * 1e3 - report.match_ms
             report.committed_blocks = state.committed
-            report.traffic = state.pool.request.report()
             if state.committed and not self.store.flush():
                 report.warn("the commits are not through yet")
-            if pin and not self.store.pin(state.pool.namespace, state.rows[0].chain[-1]):
+            report.take(state.pool.request.report())
+            if pin and report.traffic is not None and report.traffic.blocks_not_shared_error:
+                report.warn("not pinned: not all of it is shared")
+            elif pin and not self.store.pin(state.pool.namespace, state.rows[0].chain[-1]):
                 report.warn("not pinned: the service is absent")
         self.record(report)
         return report
@@ -329,6 +352,7 @@ def attach(
     codec: str = "int8",
     overrides: Mapping[int, str] | None = None,
     max_error: float | None = None,
+    min_fidelity: float | None = None,
     commit: str = "prompt",
     fallback: str = "local",
     compile: str = "never",  # noqa: A002  the name that design and documents use
@@ -339,7 +363,9 @@ def attach(
 
     codec: "int8", "passthrough" (exact bytes), or one of the smaller ones (kvstore_kernels.codecs.names()). overrides:
     other codecs for some layers, {0: "int8", -1: "int8"}. max_error: instead of both, the smallest codec of each layer
-    that changes its attention output by at most this part (RMS), as measured here (`Attachment.errors`; some seconds).
+    that changes its attention output by at most this part (RMS), as measured here (`Attachment.errors`; some seconds)
+    or by the first worker that asked for it; blocks that would miss it aren't shared. min_fidelity: held blocks whose
+    error is larger than 1 - min_fidelity are computed instead of read (docs/fidelity.md).
     commit: "prompt", or "all" (answers too). fallback: what a request does when not even local blocks are left:
     "local" raises LocalBudgetExceeded, "native" runs it on the model's own cache if that shows before the first token.
     salt: keeps apart what otherwise would be shared.
@@ -352,6 +378,8 @@ def attach(
     ):
         if value not in allowed:
             raise AttachError(f"{name}={value!r}; this version takes {' or '.join(map(repr, allowed))}")
+    if min_fidelity is not None and not 0 <= min_fidelity <= 1:
+        raise AttachError(f"min_fidelity={min_fidelity!r}: expected a part from 0 to 1 (only exact blocks), or None")
     check_transformers()
     with _lock:
         existing = _attached.get(model) if isinstance(model, PreTrainedModel) else None
@@ -362,18 +390,30 @@ def attach(
                     f"{existing.plan.name} is attached with max_error={existing.max_error}, not {max_error}: detach() "
                     "it first"
                 )
-            return _same(existing, store, codec=codec, commit=commit, fallback=fallback, salt=salt)
+            return _same(existing, store, codec=codec, commit=commit, fallback=fallback, salt=salt,
+                         min_fidelity=min_fidelity)  # fmt: skip
         plan = model_plan(model)
-        chosen = choose(model, plan, tokenizer, codec=codec, overrides=overrides, max_error=max_error)
+        fingerprint = Fingerprint(model)
+        chosen = choose(
+            store,
+            fingerprint.value,
+            model,
+            plan,
+            tokenizer,
+            codec=codec,
+            overrides=overrides,
+            max_error=max_error,
+        )
         codec = chosen.codec
         try:
             gpu.check_supported(layout_of(plan, codec), plan.device)
         except KernelError as error:
             raise UnsupportedModelError(f"{plan.name}: {error}") from error
         attachment = Attachment(
-            store, model, tokenizer, codec=codec, commit=commit, fallback=fallback, salt=salt, plan=plan
-        )
-        attachment.max_error, attachment.errors, attachment.calibrated = max_error, chosen.errors, chosen.calibrated
+            store, model, tokenizer, codec=codec, commit=commit, fallback=fallback, salt=salt, plan=plan,
+            fingerprint=fingerprint, min_fidelity=min_fidelity,
+        )  # fmt: skip
+        attachment.adopt(chosen, max_error)
         with on_device(plan.device):
             # First on the stock attention: it finds out the real shapes.
             attachment.namespace()

@@ -269,8 +269,5 @@ class _Run:
             report.first_token_ms = (first_token_at - self.began) * 1e3
         report.prefill_tokens = report.prompt_tokens - report.reused_tokens
         report.committed_blocks = state.committed
-        report.traffic = state.pool.request.report()
-        report.local_blocks = report.traffic.local_blocks
-        for reason in report.traffic.short_reasons:
-            report.warn(reason)
+        report.take(state.pool.request.report())
         self.attachment.record(report)

@@ -41,6 +41,7 @@ def open_cache(
     repeats: int = 1,
     tokens_per_s: float | None = None,
     salt: bytes = b"",
+    max_block_error: float | None = None,
     background: bool = False,
     first_token: Callable[[bytes, int], FirstKV] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -49,13 +50,13 @@ def open_cache(
 
     `device`: where the model computes. `keep_last`: leave at least the last token to compute. `repeats`: rows that
     will be made of each (beams). `tokens_per_s`: how fast this worker computes a prompt, which bounds the wait for
-    another one that is at it. `background`: returns before the store has answered; the cache is filled at its first
-    use, which then raises what would have been raised here. `first_token` gives the exact K and V of a token that
-    prompts begin with, of the model of a fingerprint.
+    another one that is at it. `max_block_error`: held blocks with a larger error aren't used. `background`: returns
+    before the store has answered; the cache is filled at its first use, which then raises what would have been raised
+    here. `first_token` gives the exact K and V of a token that prompts begin with, of the model of a fingerprint.
     Raises LocalBudgetExceeded when not even the used part of a block can be copied.
     """
     report = HitReport(path="kvstore", rows=[RowReport(prompt_tokens=len(ids)) for ids in prompt.ids])
-    request = store.open_request(namespace)
+    request = store.open_request(namespace, max_block_error=max_block_error)
     pool = BlockPool(request, namespace, device)
     state = CacheState(pool, clock)
     cache = KVStoreCache(state)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from kvstore_kernels.attention.decode import decode_attention
 from kvstore_kernels.attention.prefill import prefill_attention
 from kvstore_kernels.codecs import Codec, CodecPlan, make_codec, names
 from kvstore_kernels.layout import BlockLayout
+from kvstore_kernels.noise import block_noise
 from kvstore_kernels.slab import Slab
 from kvstore_kernels.table import BlockTable
 from transformers import Cache, PreTrainedModel
@@ -27,10 +28,26 @@ PROBE_TOKENS = 512
 _PARTS = 5
 
 
+class Measured(NamedTuple):
+    """By codec. `errors` of each layer: RMS of what the codec changes of the attention output, over the output's own
+    RMS. `noise` of each layer: what the noisiest block has for K and V, float32 [layers, 2].
+    """
+
+    errors: dict[str, list[float]]
+    noise: dict[str, torch.Tensor]
+
+
 def layer_errors(
     model: PreTrainedModel, plan: ModelPlan, calibrated: CodecPlan, codecs: Sequence[str], tokenizer: Any = None
 ) -> dict[str, list[float]]:
-    """For each codec, of each layer: RMS of what the codec changes of the attention output, over the output's own RMS.
+    """The errors that `measure_layers` finds."""
+    return measure_layers(model, plan, calibrated, codecs, tokenizer).errors
+
+
+def measure_layers(
+    model: PreTrainedModel, plan: ModelPlan, calibrated: CodecPlan, codecs: Sequence[str], tokenizer: Any = None
+) -> Measured:
+    """What each codec would change in each layer.
 
     One forward pass over text that follows the calibration's, everything exact; each layer's K and V are stored by each
     codec beside it, and its queries attend on them as decode steps do. `calibrated` holds the calibration tensors.
@@ -49,7 +66,7 @@ def layer_errors(
     unseen = [layer for layer in range(plan.layers) if layer not in probe.seen]
     if unseen:
         raise UnsupportedModelError(f"{plan.name}: layers {unseen} didn't call the attention function: no error known")
-    return probe.errors
+    return Measured(probe.errors, probe.noise)
 
 
 def cheapest(errors: dict[str, list[float]], max_error: float) -> tuple[list[str], list[float]]:
@@ -71,6 +88,7 @@ class _Probe:
     def __init__(self, plan: ModelPlan, calibrated: CodecPlan, codecs: Sequence[str]) -> None:
         self._plan, self._calibrated = plan, calibrated
         self.errors = {name: [0.0] * plan.layers for name in codecs}
+        self.noise = {name: torch.zeros(plan.layers, 2) for name in codecs}
         self.seen: set[int] = set()
 
     def measure(self, layer: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> torch.Tensor:
@@ -94,6 +112,10 @@ class _Probe:
                 changed += float((found.float() - expected).square().sum())
                 wanted += float(expected.square().sum())
             errors[layer] = (changed / wanted) ** 0.5 if wanted else 0.0
+            full = range(k.shape[2] // table.block_tokens)
+            if full:
+                slab, _ = table.entry(0, 0)
+                self.noise[name][layer] = block_noise(slab, full, codec.layout)[:, 0].amax(0)
         if exact is None:
             raise UnsupportedModelError(f"{self._plan.name}: no codecs to measure")
         return exact

@@ -10,6 +10,7 @@ _REASONS = {
     "not-found": "not found",
     "in-flight": "another worker is still writing it",
     "damaged": "a block was damaged",
+    "fidelity": "held with a larger error than this reader takes (min_fidelity)",
     "service-away": "service absent",
     "error": "the service answered with an error",
     "local-budget": "no local room for fetched blocks",
@@ -68,6 +69,15 @@ class HitReport:
     def prompt_tokens(self) -> int:
         """Prompt tokens, over all rows, padding not counted."""
         return sum(row.prompt_tokens for row in self.rows)
+
+    def take(self, traffic: RequestTraffic) -> None:
+        """What the request cost so far, and warnings of what fell short."""
+        self.traffic = traffic
+        self.local_blocks = traffic.local_blocks
+        for reason in traffic.short_reasons:
+            self.warn(reason)
+        if traffic.blocks_not_shared_error:
+            self.warn(f"{traffic.blocks_not_shared_error} blocks over the error bound stay private")
 
     def warn(self, text: str) -> None:
         """Adds a warning once; at most 32."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvstore_proto/v1/admin.proto\x12\nkvstore.v1\"\x11\n\x0fGetStatsRequest\"\xe4\x02\n\x10GetStatsResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12(\n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x17.kvstore.v1.DeviceStats\x12\x0f\n\x07lookups\x18\x05 \x01(\x04\x12\x15\n\rlookup_tokens\x18\x06 \x01(\x04\x12\x12\n\nhit_tokens\x18\x07 \x01(\x04\x12\x0f\n\x07\x63ommits\x18\x08 \x01(\x04\x12\x15\n\rcommit_losses\x18\t \x01(\x04\x12\x11\n\tevictions\x18\n \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x0b \x01(\x04\x12\x15\n\rreserve_short\x18\x0c \x01(\x04\x12\x0e\n\x06leases\x18\r \x01(\r\x12\x10\n\x08sessions\x18\x0e \x01(\r\x12\x12\n\nbytes_sent\x18\x0f \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x10 \x01(\x04\"\x8c\x02\n\x0b\x44\x65viceStats\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nslots_free\x18\x04 \x01(\x04\x12\x15\n\rslots_private\x18\x05 \x01(\x04\x12\x17\n\x0fslots_committed\x18\x06 \x01(\x04\x12\x17\n\x0fslots_condemned\x18\x07 \x01(\x04\x12\x12\n\nslabs_live\x18\x08 \x01(\r\x12\x16\n\x0eslabs_draining\x18\t \x01(\r\x12\x0e\n\x06memory\x18\n \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x0b \x01(\x0c\x12\x15\n\rblocks_pinned\x18\x0c \x01(\x04\"\x17\n\x15ListNamespacesRequest\"H\n\x16ListNamespacesResponse\x12.\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1a.kvstore.v1.NamespaceStats\"\xdd\x02\n\x0eNamespaceStats\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\x0c\x12\r\n\x05\x63odec\x18\x05 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x11\n\tcommitted\x18\x08 \x01(\x04\x12\x0f\n\x07private\x18\t \x01(\x04\x12\x11\n\tcondemned\x18\n \x01(\x04\x12\x0c\n\x04\x66ree\x18\x0b \x01(\x04\x12\x15\n\rpinned_chains\x18\x0c \x01(\r\x12\r\n\x05slabs\x18\r \x01(\r\x12\x12\n\nslab_bytes\x18\x0e \x01(\x04\x12\x11\n\tmax_bytes\x18\x0f \x01(\x04\x12\x18\n\x10guaranteed_bytes\x18\x10 \x01(\x04\x12\x10\n\x08sessions\x18\x11 \x01(\r\"\x15\n\x13ListSessionsRequest\"B\n\x14ListSessionsResponse\x12*\n\x08sessions\x18\x01 \x03(\x0b\x32\x18.kvstore.v1.SessionStats\"\xec\x01\n\x0cSessionStats\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x18\n\x10transport_reason\x18\x05 \x01(\t\x12\x17\n\x0fprocess_watched\x18\x06 \x01(\x08\x12\x0e\n\x06leases\x18\x07 \x01(\r\x12\x15\n\rprivate_slots\x18\x08 \x01(\r\x12\r\n\x05\x61ge_s\x18\t \x01(\x01\x12\x16\n\x0eoldest_lease_s\x18\n \x01(\x01\x12\x16\n\x0e\x63lient_version\x18\x0b \x01(\t\"<\n\x0c\x45victRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x16\n\x0einclude_pinned\x18\x02 \x01(\x08\"A\n\rEvictResponse\x12\r\n\x05\x66reed\x18\x01 \x01(\x04\x12\x11\n\tcondemned\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x04\"G\n\x0fPinChainRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"\"\n\x10PinChainResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\")\n\x15\x43heckIntegrityRequest\x12\x10\n\x08payloads\x18\x01 \x01(\x08\"T\n\x16\x43heckIntegrityResponse\x12\x10\n\x08problems\x18\x01 \x03(\t\x12\x17\n\x0f\x62locks_verified\x18\x02 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x03 \x01(\x04\x32\xdf\x03\n\x0c\x41\x64minService\x12\x45\n\x08GetStats\x12\x1b.kvstore.v1.GetStatsRequest\x1a\x1c.kvstore.v1.GetStatsResponse\x12W\n\x0eListNamespaces\x12!.kvstore.v1.ListNamespacesRequest\x1a\".kvstore.v1.ListNamespacesResponse\x12Q\n\x0cListSessions\x12\x1f.kvstore.v1.ListSessionsRequest\x1a .kvstore.v1.ListSessionsResponse\x12<\n\x05\x45vict\x12\x18.kvstore.v1.EvictRequest\x1a\x19.kvstore.v1.EvictResponse\x12\x45\n\x08PinChain\x12\x1b.kvstore.v1.PinChainRequest\x1a\x1c.kvstore.v1.PinChainResponse\x12W\n\x0e\x43heckIntegrity\x12!.kvstore.v1.CheckIntegrityRequest\x1a\".kvstore.v1.CheckIntegrityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvstore_proto/v1/admin.proto\x12\nkvstore.v1\"\x11\n\x0fGetStatsRequest\"\x85\x03\n\x10GetStatsResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\x0c\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12(\n\x07\x64\x65vices\x18\x04 \x03(\x0b\x32\x17.kvstore.v1.DeviceStats\x12\x0f\n\x07lookups\x18\x05 \x01(\x04\x12\x15\n\rlookup_tokens\x18\x06 \x01(\x04\x12\x12\n\nhit_tokens\x18\x07 \x01(\x04\x12\x0f\n\x07\x63ommits\x18\x08 \x01(\x04\x12\x15\n\rcommit_losses\x18\t \x01(\x04\x12\x11\n\tevictions\x18\n \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x0b \x01(\x04\x12\x15\n\rreserve_short\x18\x0c \x01(\x04\x12\x0e\n\x06leases\x18\r \x01(\r\x12\x10\n\x08sessions\x18\x0e \x01(\r\x12\x12\n\nbytes_sent\x18\x0f \x01(\x04\x12\x16\n\x0e\x62ytes_received\x18\x10 \x01(\x04\x12\x1f\n\x17\x62locks_not_shared_error\x18\x11 \x01(\x04\"\x8c\x02\n\x0b\x44\x65viceStats\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\x14\n\x0c\x62udget_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nslots_free\x18\x04 \x01(\x04\x12\x15\n\rslots_private\x18\x05 \x01(\x04\x12\x17\n\x0fslots_committed\x18\x06 \x01(\x04\x12\x17\n\x0fslots_condemned\x18\x07 \x01(\x04\x12\x12\n\nslabs_live\x18\x08 \x01(\r\x12\x16\n\x0eslabs_draining\x18\t \x01(\r\x12\x0e\n\x06memory\x18\n \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x0b \x01(\x0c\x12\x15\n\rblocks_pinned\x18\x0c \x01(\x04\"\x17\n\x15ListNamespacesRequest\"H\n\x16ListNamespacesResponse\x12.\n\nnamespaces\x18\x01 \x03(\x0b\x32\x1a.kvstore.v1.NamespaceStats\"\x9b\x03\n\x0eNamespaceStats\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\x0c\x12\r\n\x05\x63odec\x18\x05 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x07 \x01(\r\x12\x11\n\tcommitted\x18\x08 \x01(\x04\x12\x0f\n\x07private\x18\t \x01(\x04\x12\x11\n\tcondemned\x18\n \x01(\x04\x12\x0c\n\x04\x66ree\x18\x0b \x01(\x04\x12\x15\n\rpinned_chains\x18\x0c \x01(\r\x12\r\n\x05slabs\x18\r \x01(\r\x12\x12\n\nslab_bytes\x18\x0e \x01(\x04\x12\x11\n\tmax_bytes\x18\x0f \x01(\x04\x12\x18\n\x10guaranteed_bytes\x18\x10 \x01(\x04\x12\x10\n\x08sessions\x18\x11 \x01(\r\x12\x15\n\rlargest_error\x18\x12 \x01(\x01\x12\x12\n\nmean_error\x18\x13 \x01(\x01\x12\x11\n\tplan_name\x18\x14 \x01(\t\"\x15\n\x13ListSessionsRequest\"B\n\x14ListSessionsResponse\x12*\n\x08sessions\x18\x01 \x03(\x0b\x32\x18.kvstore.v1.SessionStats\"\xec\x01\n\x0cSessionStats\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x18\n\x10transport_reason\x18\x05 \x01(\t\x12\x17\n\x0fprocess_watched\x18\x06 \x01(\x08\x12\x0e\n\x06leases\x18\x07 \x01(\r\x12\x15\n\rprivate_slots\x18\x08 \x01(\r\x12\r\n\x05\x61ge_s\x18\t \x01(\x01\x12\x16\n\x0eoldest_lease_s\x18\n \x01(\x01\x12\x16\n\x0e\x63lient_version\x18\x0b \x01(\t\"<\n\x0c\x45victRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x16\n\x0einclude_pinned\x18\x02 \x01(\x08\"A\n\rEvictResponse\x12\r\n\x05\x66reed\x18\x01 \x01(\x04\x12\x11\n\tcondemned\x18\x02 \x01(\x04\x12\x0e\n\x06pinned\x18\x03 \x01(\x04\"G\n\x0fPinChainRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06pinned\x18\x03 \x01(\x08\"\"\n\x10PinChainResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\")\n\x15\x43heckIntegrityRequest\x12\x10\n\x08payloads\x18\x01 \x01(\x08\"T\n\x16\x43heckIntegrityResponse\x12\x10\n\x08problems\x18\x01 \x03(\t\x12\x17\n\x0f\x62locks_verified\x18\x02 \x01(\x04\x12\x0f\n\x07\x64\x61maged\x18\x03 \x01(\x04\x32\xdf\x03\n\x0c\x41\x64minService\x12\x45\n\x08GetStats\x12\x1b.kvstore.v1.GetStatsRequest\x1a\x1c.kvstore.v1.GetStatsResponse\x12W\n\x0eListNamespaces\x12!.kvstore.v1.ListNamespacesRequest\x1a\".kvstore.v1.ListNamespacesResponse\x12Q\n\x0cListSessions\x12\x1f.kvstore.v1.ListSessionsRequest\x1a .kvstore.v1.ListSessionsResponse\x12<\n\x05\x45vict\x12\x18.kvstore.v1.EvictRequest\x1a\x19.kvstore.v1.EvictResponse\x12\x45\n\x08PinChain\x12\x1b.kvstore.v1.PinChainRequest\x1a\x1c.kvstore.v1.PinChainResponse\x12W\n\x0e\x43heckIntegrity\x12!.kvstore.v1.CheckIntegrityRequest\x1a\".kvstore.v1.CheckIntegrityResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATSREQUEST']._serialized_start=44
   _globals['_GETSTATSREQUEST']._serialized_end=61
   _globals['_GETSTATSRESPONSE']._serialized_start=64
-  _globals['_GETSTATSRESPONSE']._serialized_end=420
-  _globals['_DEVICESTATS']._serialized_start=423
-  _globals['_DEVICESTATS']._serialized_end=691
-  _globals['_LISTNAMESPACESREQUEST']._serialized_start=693
-  _globals['_LISTNAMESPACESREQUEST']._serialized_end=716
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=718
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=790
-  _globals['_NAMESPACESTATS']._serialized_start=793
-  _globals['_NAMESPACESTATS']._serialized_end=1142
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1144
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1165
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1167
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1233
-  _globals['_SESSIONSTATS']._serialized_start=1236
-  _globals['_SESSIONSTATS']._serialized_end=1472
-  _globals['_EVICTREQUEST']._serialized_start=1474
-  _globals['_EVICTREQUEST']._serialized_end=1534
-  _globals['_EVICTRESPONSE']._serialized_start=1536
-  _globals['_EVICTRESPONSE']._serialized_end=1601
-  _globals['_PINCHAINREQUEST']._serialized_start=1603
-  _globals['_PINCHAINREQUEST']._serialized_end=1674
-  _globals['_PINCHAINRESPONSE']._serialized_start=1676
-  _globals['_PINCHAINRESPONSE']._serialized_end=1710
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=1712
-  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=1753
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=1755
-  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=1839
-  _globals['_ADMINSERVICE']._serialized_start=1842
-  _globals['_ADMINSERVICE']._serialized_end=2321
+  _globals['_GETSTATSRESPONSE']._serialized_end=453
+  _globals['_DEVICESTATS']._serialized_start=456
+  _globals['_DEVICESTATS']._serialized_end=724
+  _globals['_LISTNAMESPACESREQUEST']._serialized_start=726
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=749
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=751
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=823
+  _globals['_NAMESPACESTATS']._serialized_start=826
+  _globals['_NAMESPACESTATS']._serialized_end=1237
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1239
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1260
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1262
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1328
+  _globals['_SESSIONSTATS']._serialized_start=1331
+  _globals['_SESSIONSTATS']._serialized_end=1567
+  _globals['_EVICTREQUEST']._serialized_start=1569
+  _globals['_EVICTREQUEST']._serialized_end=1629
+  _globals['_EVICTRESPONSE']._serialized_start=1631
+  _globals['_EVICTRESPONSE']._serialized_end=1696
+  _globals['_PINCHAINREQUEST']._serialized_start=1698
+  _globals['_PINCHAINREQUEST']._serialized_end=1769
+  _globals['_PINCHAINRESPONSE']._serialized_start=1771
+  _globals['_PINCHAINRESPONSE']._serialized_end=1805
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_start=1807
+  _globals['_CHECKINTEGRITYREQUEST']._serialized_end=1848
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_start=1850
+  _globals['_CHECKINTEGRITYRESPONSE']._serialized_end=1934
+  _globals['_ADMINSERVICE']._serialized_start=1937
+  _globals['_ADMINSERVICE']._serialized_end=2416
 # @@protoc_insertion_point(module_scope)

@@ -57,6 +57,7 @@ class GetStatsResponse(_message.Message):
     SESSIONS_FIELD_NUMBER: _builtins.int
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    BLOCKS_NOT_SHARED_ERROR_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.bytes
     """See Welcome.boot_id."""
     server_version: _builtins.str
@@ -87,6 +88,8 @@ class GetStatsResponse(_message.Message):
     """Payload bytes sent and received by the `bytes` transport."""
     bytes_received: _builtins.int
     """See bytes_sent."""
+    blocks_not_shared_error: _builtins.int
+    """Blocks that writers kept to themselves because their error misses the bound (see CommitRequest.not_shared_error)."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceStats]:
         """One a device."""
@@ -110,10 +113,11 @@ class GetStatsResponse(_message.Message):
         sessions: _builtins.int = ...,
         bytes_sent: _builtins.int = ...,
         bytes_received: _builtins.int = ...,
+        blocks_not_shared_error: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "commit_losses", b"commit_losses", "commits", b"commits", "damaged", b"damaged", "devices", b"devices", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "leases", b"leases", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "reserve_short", b"reserve_short", "server_version", b"server_version", "sessions", b"sessions", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_not_shared_error", b"blocks_not_shared_error", "boot_id", b"boot_id", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "commit_losses", b"commit_losses", "commits", b"commits", "damaged", b"damaged", "devices", b"devices", "evictions", b"evictions", "hit_tokens", b"hit_tokens", "leases", b"leases", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "reserve_short", b"reserve_short", "server_version", b"server_version", "sessions", b"sessions", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,6 +253,9 @@ class NamespaceStats(_message.Message):
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     GUARANTEED_BYTES_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    LARGEST_ERROR_FIELD_NUMBER: _builtins.int
+    MEAN_ERROR_FIELD_NUMBER: _builtins.int
+    PLAN_NAME_FIELD_NUMBER: _builtins.int
     namespace_id: _builtins.int
     """Its id."""
     tenant: _builtins.str
@@ -283,6 +290,12 @@ class NamespaceStats(_message.Message):
     """Bytes nobody else may take from it."""
     sessions: _builtins.int
     """Living sessions that registered it."""
+    largest_error: _builtins.float
+    """Largest error of its committed blocks (see CommitRequest.errors); 0 without blocks."""
+    mean_error: _builtins.float
+    """Mean error of its committed blocks; 0 without blocks."""
+    plan_name: _builtins.str
+    """See RegisterModelRequest.plan_name."""
     def __init__(
         self,
         *,
@@ -303,10 +316,13 @@ class NamespaceStats(_message.Message):
         max_bytes: _builtins.int = ...,
         guaranteed_bytes: _builtins.int = ...,
         sessions: _builtins.int = ...,
+        largest_error: _builtins.float = ...,
+        mean_error: _builtins.float = ...,
+        plan_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "codec", b"codec", "committed", b"committed", "condemned", b"condemned", "free", b"free", "guaranteed_bytes", b"guaranteed_bytes", "max_bytes", b"max_bytes", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "namespace_id", b"namespace_id", "pinned_chains", b"pinned_chains", "private", b"private", "sessions", b"sessions", "slab_bytes", b"slab_bytes", "slabs", b"slabs", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "codec", b"codec", "committed", b"committed", "condemned", b"condemned", "free", b"free", "guaranteed_bytes", b"guaranteed_bytes", "largest_error", b"largest_error", "max_bytes", b"max_bytes", "mean_error", b"mean_error", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "namespace_id", b"namespace_id", "pinned_chains", b"pinned_chains", "plan_name", b"plan_name", "private", b"private", "sessions", b"sessions", "slab_bytes", b"slab_bytes", "slabs", b"slabs", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,8 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     """Somebody is writing the next block right now."""
     MISS_REASON_DAMAGED: _MissReason.ValueType  # 3
     """The next block was found damaged."""
+    MISS_REASON_FIDELITY: _MissReason.ValueType  # 4
+    """The next block is held, with a larger error than the query takes."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why a prefix is not longer."""
@@ -49,6 +51,8 @@ MISS_REASON_IN_FLIGHT: MissReason.ValueType  # 2
 """Somebody is writing the next block right now."""
 MISS_REASON_DAMAGED: MissReason.ValueType  # 3
 """The next block was found damaged."""
+MISS_REASON_FIDELITY: MissReason.ValueType  # 4
+"""The next block is held, with a larger error than the query takes."""
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 class _ReserveStatus:
@@ -83,21 +87,29 @@ class Query(_message.Message):
 
     NAMESPACE_ID_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    MAX_BLOCK_ERROR_FIELD_NUMBER: _builtins.int
     namespace_id: _builtins.int
     """From RegisterModelResponse."""
     digests: _builtins.bytes
     """The chain, first block first."""
+    max_block_error: _builtins.float
+    """Blocks with a larger error (CommitRequest.errors) count as not held, and so do those behind them. Unset: all count.
+    Not negative.
+    """
     def __init__(
         self,
         *,
         namespace_id: _builtins.int = ...,
         digests: _builtins.bytes = ...,
+        max_block_error: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_block_error", b"_max_block_error", "max_block_error", b"max_block_error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "namespace_id", b"namespace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_block_error", b"_max_block_error", "digests", b"digests", "max_block_error", b"max_block_error", "namespace_id", b"namespace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_block_error: _TypeAlias = _typing.Literal["max_block_error"]  # noqa: Y015
+    _WhichOneofArgType__max_block_error: _TypeAlias = _typing.Literal["_max_block_error", b"_max_block_error"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_block_error) -> _WhichOneofReturnType__max_block_error | None: ...
 
 Global___Query: _TypeAlias = Query  # noqa: Y015
 
@@ -416,12 +428,18 @@ class CommitRequest(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    NOT_SHARED_ERROR_FIELD_NUMBER: _builtins.int
     namespace_id: _builtins.int
     """From RegisterModelResponse."""
     digests: _builtins.bytes
     """Digest of each block."""
     parents: _builtins.bytes
     """Digest of the block before each; 32 zero bytes for the first of a sequence."""
+    not_shared_error: _builtins.int
+    """Blocks that the writer keeps to itself since its last Commit, because their error misses the bound of their codec
+    plan, or they follow such a one. A Commit may say only this.
+    """
     @_builtins.property
     def slab_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slab of each block."""
@@ -438,6 +456,10 @@ class CommitRequest(_message.Message):
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Checksum of each block."""
 
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Rounding error of each block (kvstore_kernels.noise), relative to what it holds: finite, not negative, 0 = exact."""
+
     def __init__(
         self,
         *,
@@ -448,10 +470,12 @@ class CommitRequest(_message.Message):
         digests: _builtins.bytes = ...,
         parents: _builtins.bytes = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        errors: _abc.Iterable[_builtins.float] | None = ...,
+        not_shared_error: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "digests", b"digests", "generations", b"generations", "namespace_id", b"namespace_id", "parents", b"parents", "slab_ids", b"slab_ids", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "digests", b"digests", "errors", b"errors", "generations", b"generations", "namespace_id", b"namespace_id", "not_shared_error", b"not_shared_error", "parents", b"parents", "slab_ids", b"slab_ids", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -326,7 +326,7 @@ class GetCodecPlanRequest(_message.Message):
     model_fingerprint: _builtins.bytes
     """Model fingerprint, 32 bytes."""
     codec: _builtins.str
-    """Codec name, for example "int8"."""
+    """Codec name, for example "int8"; of a plan that has one, its plan_name (see RegisterModelRequest)."""
     def __init__(
         self,
         *,
@@ -462,12 +462,17 @@ class RegisterModelRequest(_message.Message):
     SHARD_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     CODEC_PLAN_FIELD_NUMBER: _builtins.int
+    PLAN_NAME_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.bytes
     """Hash of configuration, RoPE regime, dtype, adapters and all weights, 32 bytes."""
     model_name: _builtins.str
     """Name for people. Never part of the identity."""
     codec_plan: _builtins.bytes
     """The codec plan this worker made or fetched (opaque). The first registration's is kept."""
+    plan_name: _builtins.str
+    """What the plan is kept under, for example "max_error=0.05" where the codec itself was chosen by measuring; part of
+    the namespace's identity. Empty: the codec's name.
+    """
     @_builtins.property
     def shard(self) -> Global___Shard:
         """The part of the model."""
@@ -484,10 +489,11 @@ class RegisterModelRequest(_message.Message):
         shard: Global___Shard | None = ...,
         layout: Global___BlockLayout | None = ...,
         codec_plan: _builtins.bytes = ...,
+        plan_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_plan", b"codec_plan", "layout", b"layout", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_plan", b"codec_plan", "layout", b"layout", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "plan_name", b"plan_name", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
