@@ -109,7 +109,7 @@ def test_many_blocks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = keys_and_values(2)
     slab, _ = stored(layout, calibrated("int4", k), k, v)
     at_once = block_noise(slab, [1, 3, 2, 1], layout)
-    monkeypatch.setattr("kvstore_kernels.noise._NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr("kvstore_kernels.noise._NUMBERS_AT_ONCE", {"cpu": 1})
     assert torch.equal(block_noise(slab, [1, 3, 2, 1], layout), at_once)
     assert block_noise(slab, [], layout).shape == (0, 2, 2)
     assert largest_noise(block_noise(slab, [], layout)) == []
