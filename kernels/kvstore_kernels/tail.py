@@ -65,8 +65,10 @@ class Tail:
             for mine, theirs in ((self.k, chosen.k), (self.v, chosen.v)):
                 held = mine[layer]
                 if held is not None:
+                    # Once a device: the host waits for this copy.
+                    index = index.to(held.device)
                     # An inference tensor could not be written outside of the mode it was made in.
                     with torch.inference_mode(False):
                         own = torch.empty((len(rows), *held.shape[1:]), dtype=held.dtype, device=held.device)
-                        theirs[layer] = own.copy_(held[index.to(held.device)])
+                        theirs[layer] = own.copy_(held[index])
         return chosen

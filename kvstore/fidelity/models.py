@@ -16,6 +16,11 @@ from kvstore.demo.errors import OptionError
 def load_model(folder: Path, device: str) -> tuple[Any, Any]:
     """Model (fp32, eval, on `device`, no TF32 anywhere) and tokenizer of a transformers folder. OptionError."""
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if device != "cpu" and torch.device(device).index not in range(torch.cuda.device_count()):
+        raise OptionError(
+            f"--device {device}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here; expected one of "
+            "those: give --device cpu, or run it where `nvidia-smi` shows the GPU, with a CUDA build of torch"
+        )
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -66,6 +66,7 @@ def test_what_only_the_model_or_the_text_shows(
         ([str(folder), *sizes, "--text", str(binary)], "it can't be read as UTF-8"),
         ([str(broken), *sizes], "it can't be loaded"),
         ([str(folder), "--window", "9000", "--tokens", "18000"], "--window 9000: the model has 8192 positions"),
+        ([str(folder), *sizes, "--device", "cuda:99"], "--device cuda:99: torch"),
     ):
         assert cli.main(arguments) == 2
         assert text in capsys.readouterr().err

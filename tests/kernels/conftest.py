@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
-from kvstore_kernels.codecs import Calibrator, Codec, get_codec
+from kvstore_kernels.codecs import Calibrator, Codec, make_codec
 from kvstore_kernels.layout import BlockLayout
 from kvstore_kernels.slab import Slab
 from kvstore_kernels.table import BlockTable
@@ -74,12 +75,40 @@ class Make:
             sample = torch.randn(1, kv_heads, 257, k_dim, generator=torch.Generator().manual_seed(7)) * 2 + 1
         for layer in range(layers):
             calibrator.observe(layer, sample)
-        return Bench(get_codec(codec)(layout, calibrator.finish("test")), layout)
+        return Bench(make_codec(layout, calibrator.finish("test")), layout)
 
 
 @pytest.fixture
 def make() -> Make:
     return Make()
+
+
+class CopiesNow:
+    """Stands for a copy stream where there is no device: every copy is done when it is given."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    def copy_rows(self, target: int, source: int, pitch: int, nbytes: int, rows: int, *, from_host: bool) -> None:
+        for row in range(rows):
+            ctypes.memmove(target + row * nbytes, source + row * pitch, nbytes)
+
+    def copied(self) -> None: ...
+
+    def computed(self) -> None: ...
+
+    def copies_wait(self, mark: None) -> None: ...
+
+    def work_waits(self, mark: None) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def copies_now() -> type[CopiesNow]:
+    return CopiesNow
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +103,40 @@ def test_kernels_of_sealed_codecs_compile(
     attention.join(group, of, sinks=True)
     assert {"tail_kernel", "seal_kernel", "sealed_gather_kernel", "sealed_decode_kernel"} <= set(compiled_names)
     assert {"sealed_merge_kernel", "sealed_prefill_kernel"} <= set(compiled_names)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("codec", ["k8v4", "int4", "k4v3", "k4v2"])
+def test_what_attention_of_sealed_codecs_spills(
+    make, compiled_names: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Any, codec: str, dim: int
+) -> None:
+    """Bytes of a thread's registers that lie in memory: next to none in a decode step of up to 8 heads a KV head."""
+    from kvstore_kernels.gpu import launch
+    from kvstore_kernels.gpu.codec import PLAIN
+    from kvstore_kernels.gpu.sealed.codec import SealedDeviceCodec
+    from kvstore_kernels.gpu.sealed.launches import launches
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton comes without cuobjdump")
+    bench = make(codec, layers=1, kv_heads=2, k_dim=dim, dtype="bfloat16")
+    attention = launches(SealedDeviceCodec(bench.codec, torch.device("cpu")))
+    compile_kernel, binary, stacks = launch.compiled, tmp_path / "kernel.cubin", []
+
+    def measured(*given: Any) -> Any:
+        kernel = compile_kernel(*given)
+        binary.write_bytes(kernel.asm["cubin"])
+        report = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+        stacks.append(int(re.search(r"STACK:(\d+)", report).group(1)))
+        return kernel
+
+    monkeypatch.setattr(launch, "compiled", measured)
+    for group in (8, 16):
+        attention.decode(group, attention.columns(group), torch.bfloat16, PLAIN, fetched=False)
+    attention.prefill(4, torch.bfloat16, PLAIN, fetched=False, aligned=True)
+    # Prefill's are outside of its loops, where what is rotated is turned back.
+    for stack, most in zip(stacks, (8, 160, 160), strict=True):
+        assert stack <= most, stacks
 
 
 def test_checksums_compile(compiled_names: list[str]) -> None:

@@ -6,7 +6,6 @@ of its own, the same cases on CPU tensors.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import Any, NamedTuple
 
@@ -435,33 +434,11 @@ def test_a_decode_step_does_not_wait_for_the_device(make) -> None:
         assert waited or token == 124
 
 
-class CopiesNow:
-    """Stands for a copy stream where there is no device: every copy is done when it is given."""
-
-    def __init__(self, device: torch.device) -> None:
-        assert device == DEVICE
-
-    def copy_rows(self, target: int, source: int, pitch: int, nbytes: int, rows: int, *, from_host: bool) -> None:
-        for row in range(rows):
-            ctypes.memmove(target + row * nbytes, source + row * pitch, nbytes)
-
-    def copied(self) -> None: ...
-
-    def computed(self) -> None: ...
-
-    def copies_wait(self, mark: None) -> None: ...
-
-    def work_waits(self, mark: None) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("length", [1, pytest.param(40, marks=only_cuda)])
-def test_fetched_blocks_give_what_local_ones_give(make, codec: str, length: int, monkeypatch: Any) -> None:
+def test_fetched_blocks_give_what_local_ones_give(
+    make, codec: str, length: int, copies_now: type, monkeypatch: Any
+) -> None:
     """History in pinned host memory, in runs and scattered, and the last block on the device; several steps."""
     dtype, layers = DTYPES[-1], 5 if CUDA else 2
     bench = make(codec, layers=layers, dtype=dtype)
@@ -470,7 +447,7 @@ def test_fetched_blocks_give_what_local_ones_give(make, codec: str, length: int,
     away.data.copy_(pair.slabs[1].data)
     if not CUDA:
         # Any device but the one that computes.
-        monkeypatch.setattr("kvstore_kernels.gpu.step.CudaCopies", CopiesNow)
+        monkeypatch.setattr("kvstore_kernels.gpu.step.CudaCopies", copies_now)
         away.device = torch.device("cuda:7")
     mixed = BlockTable(2)
     for row in range(2):

@@ -80,7 +80,7 @@ def check(ring: FetchRing, places: Any, blocks: dict[tuple[Slab, int], int], lay
     buffer = ring.acquire(layer)
     for (slab, slot), place in blocks.items():
         found = ctypes.string_at(int(places[buffer, place]), layout.layer_bytes)
-        first = layer * layout.layer_bytes
+        first = layout.layer_offset(layer)
         assert found == slab.slot_tensor(slot)[first : first + layout.layer_bytes].numpy().tobytes()
     ring.release()
 
@@ -108,6 +108,23 @@ def test_every_layer_of_every_step(layout: BlockLayout) -> None:
     places = ring.aim(blocks)
     for layer in range(5):
         check(ring, places, blocks, layout, layer)
+
+
+def test_of_several_codecs_each_has_a_ring_of_its_layers() -> None:
+    spec = "int8:1,int4:1,k4v2:1,int8:2"
+    mixed = BlockLayout.create(spec, layers=5, kv_heads=2, k_dim=64, v_dim=64, dtype="float32")
+    slab = slab_of(mixed, 4)
+    blocks = {(slab, 3): 0, (slab, 0): 1}
+    for name, own in (("int8", [0, 3, 4]), ("int4", [1]), ("k4v2", [2])):
+        layout = mixed.of(name)
+        ring = FetchRing(layout, LateCopies(), own)
+        places = ring.aim(blocks)
+        for _ in range(3):
+            for layer in own:
+                check(ring, places, blocks, layout, layer)
+        # A pass that stopped behind its first layer.
+        check(ring, places, blocks, layout, own[0])
+        check(ring, places, blocks, layout, own[0])
 
 
 def test_three_runs_of_slots_are_three_copies(layout: BlockLayout) -> None:

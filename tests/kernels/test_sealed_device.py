@@ -13,8 +13,9 @@ import torch
 from kvstore_kernels.attention import decode_attention, decode_reference, prefill_attention
 from kvstore_kernels.codecs import make_codec
 from kvstore_kernels.codecs.packing import unpack
+from kvstore_kernels.codecs.sealed import SealedCodec
 from kvstore_kernels.errors import LayoutError, TableError
-from kvstore_kernels.gpu import sealed_step
+from kvstore_kernels.gpu import device_step, sealed_step
 from kvstore_kernels.layout import SEALED_BITS
 from kvstore_kernels.slab import Slab
 from kvstore_kernels.table import BlockTable
@@ -94,7 +95,7 @@ class Twins(NamedTuple):
                 assert theirs is not None
                 first, last = (base - tail.base[layer][row] for tail in (mine, other))
                 a, b = ours[row, :, first : first + end - base], theirs[row, :, last : last + end - base].cpu()
-                torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2)
+                torch.testing.assert_close(b.float(), a.float(), rtol=2e-2, atol=2e-2)
                 assert torch.isfinite(b).all()
 
 
@@ -154,9 +155,15 @@ def cpu_decoded(pair: Twins, layer: int, row: int, start: int, stop: int) -> lis
     return [torch.cat(each, dim=1) for each in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("codec", ["k8v4", "k4v3"] if INTERPRETED else CODECS)
-def test_any_cut_gives_the_same_blocks(make: Any, codec: str) -> None:
-    bench = make(codec, layers=1, kv_heads=1, k_dim=64)
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    # What is given is float32: a tail of another dtype must not show either.
+    [("k8v4", "float32"), ("k4v3", "float32"), ("int4", "float16")]
+    if INTERPRETED
+    else [(codec, dtype) for codec in CODECS for dtype in ("float32", "bfloat16")],
+)
+def test_any_cut_gives_the_same_blocks(make: Any, codec: str, dtype: str) -> None:
+    bench = make(codec, layers=1, kv_heads=1, k_dim=64, dtype=dtype)
     k, v = numbers("float32", 1, 200, 64), numbers("float32", 1, 200, 64)
     slots = []
     for cuts in ((200,), (63, 1, 64, 1, 71), (10, 33, 50, 32, 32, 32, 11), (129, 31, 32, 8)):
@@ -231,6 +238,41 @@ def test_what_a_write_refuses(make: Any) -> None:
         step.append(pair.there, 0, k[..., :32], k, [(0, 0)])
 
 
+def test_a_refused_write_changes_nothing(make: Any) -> None:
+    pair = twins(make("int4", layers=2, kv_heads=1, k_dim=64), [70])
+    k, v = numbers("float32", 1, 70, 64), numbers("float32", 1, 70, 64)
+    targets = [(0, 0)]
+    pair.write(0, k, v, targets)
+    step = sealed_step(pair.there_codec, pair.there, DEVICE)
+    with pytest.raises(TableError, match="its blocks hold 128 tokens"):
+        step.append(pair.there, 0, k.to(DEVICE), v.to(DEVICE), [(0, 100)])
+    # The pass goes on as if nothing had been: its first block is complete.
+    pair.write(1, k, v, targets)
+    pair.assert_same_blocks(0, 1)
+
+
+def test_copies_keep_their_first_token(make: Any) -> None:
+    """A table of selected rows has it by reference until it is used, whatever becomes of the table it came from."""
+    pair = twins(make("int4", layers=1, kv_heads=1, k_dim=64), [64, 64])
+    k, v = numbers("float32", 1, 5, 64, rows=2), numbers("float32", 1, 5, 64, rows=2)
+    pair.write(0, k, v, [(0, 0), (0, 0)])
+    copy = pair.there.select_rows([1, 0])
+    pair.write(0, k + 1, v + 1, [(0, 0), (5, 5)])
+    for row, (first_k, first_v) in ((0, (k[1], v[1])), (1, (k[0], v[0]))):
+        told = copy.tail.first[0][row]
+        assert torch.equal(told[0].cpu(), first_k[:, 0])
+        assert torch.equal(told[1].cpu(), first_v[:, 0])
+    kept = [pair.there.tail.first[0][row][0].cpu() for row in range(2)]
+    assert torch.equal(kept[0], k[0, :, 0] + 1)
+    assert torch.equal(kept[1], k[1, :, 0])
+    # The kernels read what the tails were told.
+    step = sealed_step(pair.there_codec, pair.there, DEVICE)
+    buffers = step._tail._firsts[0]
+    assert torch.equal(buffers[0].cpu(), torch.stack(kept))
+    for given, held in zip(step.tail_pointers(0)[2:], buffers, strict=True):
+        assert (given.data_ptr() if INTERPRETED else given) == held.data_ptr()
+
+
 @pytest.mark.parametrize("codec", ["int4"] if INTERPRETED else CODECS)
 def test_steps_over_what_was_written(make: Any, codec: str) -> None:
     """Prompt, single tokens, several at once over a block's end, a second prompt: as a model runs."""
@@ -271,6 +313,69 @@ def prompt(pair: Twins, query: Any, key: Any, value: Any, layer: int, past: int)
     options = Options.checked(query, pair.codec.layout, 0.17, None, None, None)
     step = sealed_step(pair.there_codec, pair.there, DEVICE)
     return step.prefill(pair.there, query, key, value, layer, options, [0], [past])
+
+
+@pytest.mark.parametrize(
+    "codec", ["int4", "int8:1,k4v2:1,int8:1"] if INTERPRETED else [*CODECS, "int8:1,k4v2:2,int8:2"]
+)
+def test_fetched_blocks_give_what_local_ones_give(make: Any, codec: str, copies_now: type, monkeypatch: Any) -> None:
+    """History in pinned host memory, the last block on the device; of several codecs each fetches its own layers."""
+    dtype, layers = ("float16", 3) if INTERPRETED else ("bfloat16", 5)
+    bench = make(codec, layers=layers, dtype=dtype)
+    pair = twins(bench, [200, 130])
+    k, v = numbers(dtype, 2, 150, 64, rows=2), numbers(dtype, 2, 150, 64, rows=2)
+    for layer in range(layers):
+        write(pair, pair.there, layer, k, v, [(0, 0), (50, 0)])
+    pair.set_tokens([150, 100])
+    away = Slab.allocate(bench.layout.block_bytes, pair.slabs[1].slots, pinned=CUDA)
+    away.data.copy_(pair.slabs[1].data)
+    if not CUDA:
+        # Any device but the one that computes.
+        monkeypatch.setattr("kvstore_kernels.gpu.step.CudaCopies", copies_now)
+        monkeypatch.setattr("kvstore_kernels.gpu.sealed.step.CudaCopies", copies_now)
+        away.device = torch.device("cuda:7")
+    mixed = pair.there.select_rows([0, 1])
+    for row in range(2):
+        for index in range(pair.there.tokens(row) // 64):
+            mixed.replace_block(row, index, away, mixed.entry(row, index).slot)
+    for start in range(3 if CUDA else 1):
+        q, k = numbers(dtype, 4, 1, 64, rows=2), numbers(dtype, 2, 1, 64, rows=2)
+        for table in (mixed, pair.there):
+            for row, tokens in enumerate((150, 100)):
+                table.set_tokens(row, tokens + start + 1)
+        for layer in range(layers):
+            for table in (mixed, pair.there):
+                write(pair, table, layer, k, k, [(0, 150 + start), (0, 100 + start)])
+            assert torch.equal(attended(pair, mixed, q, layer), attended(pair, pair.there, q, layer))
+        if isinstance(pair.there_codec.of(layer), SealedCodec):
+            assert step_of(pair, mixed, layer).ring is not None
+    for layer in range(layers):
+        for ours, theirs in zip(back(pair, mixed, layer), back(pair, pair.there, layer), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def write(pair: Twins, table: BlockTable, layer: int, k: torch.Tensor, v: torch.Tensor, targets: Any) -> None:
+    step_of(pair, table, layer).append(table, layer, k.to(DEVICE), v.to(DEVICE), targets)
+
+
+def attended(pair: Twins, table: BlockTable, query: torch.Tensor, layer: int) -> torch.Tensor:
+    return step_of(pair, table, layer).attend(table, query.to(DEVICE), layer, 0.17, None, None, None)
+
+
+def back(pair: Twins, table: BlockTable, layer: int) -> list[torch.Tensor]:
+    """Row 0's tokens 20 to 100, read back from their codes."""
+    step, layout = step_of(pair, table, layer), pair.codec.layout
+    if not isinstance(pair.there_codec.of(layer), SealedCodec):
+        return list(step.read(table, 0, layer, 20, 80, torch.float32))
+    made = [torch.zeros(layout.kv_heads, 80, dim, device=DEVICE) for dim in (layout.k_dim, layout.v_dim)]
+    step.decoded(table, 0, layer, 20, 100, *made)
+    assert all(bool(each.any()) for each in made)
+    return made
+
+
+def step_of(pair: Twins, table: BlockTable, layer: int) -> Any:
+    codec = pair.there_codec.of(layer)
+    return (sealed_step if isinstance(codec, SealedCodec) else device_step)(codec, table, DEVICE)
 
 
 @only_cuda

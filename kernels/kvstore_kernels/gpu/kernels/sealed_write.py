@@ -7,6 +7,8 @@ block's first token. `seal_kernel` comes first: it reads what `tail_kernel` may 
 import triton
 import triton.language as tl
 
+from kvstore_kernels.gpu.kernels.common import block_offset
+
 # Rounds to nearest even when it is added and taken off again: 1.5 * 2**23.
 _ROUND = tl.constexpr(12582912.0)
 
@@ -16,6 +18,12 @@ def _finite(values, instead):
     """Numbers [T, D] with `instead` [D] where they are inf or NaN, and where that is."""
     bad = (tl.abs(values) < float("inf")) == 0
     return tl.where(bad, instead[None, :], values), bad
+
+
+@triton.jit
+def _kept(values, tail):
+    """Numbers as the tail's dtype holds them, float32: how writes were cut must not show in a block."""
+    return values.to(tail.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -94,7 +102,7 @@ def seal_kernel(
         # What is kept in the tail, the other kernel counts.
         counted = (token >= start) & (end - start > SHORT)
         place = (row * KV_HEADS + head) * CAPACITY + token - begin
-        offset = tl.load(table + row * width + block) + layer_offset + head * HEAD_BYTES - anchor.to(tl.int64)
+        offset = block_offset(table, row * width + block, anchor, layer_offset, head * HEAD_BYTES, False)
         codes = anchor + offset
         scales = scale_anchor + offset // 2
         each = tl.arange(0, BLOCK)
@@ -107,8 +115,7 @@ def seal_kernel(
         at = k + row * k_row + head * k_head + source[:, None] * k_token + dk[None, :]
         fresh = tl.load(at, mask=(token >= start)[:, None] & k_live, other=0.0)
         mu = tl.load(shift + head * K_DIM + dk, mask=dk < K_DIM, other=0.0)
-        # As the model's dtype holds it: as it would come out of the tail.
-        keys, bad = _finite(fresh.to(tl.float32), mu.to(k.dtype.element_ty).to(tl.float32))
+        keys, bad = _finite(_kept(fresh, tail_k), _kept(mu.to(k.dtype.element_ty), tail_k))
         count = tl.sum(tl.sum((bad & counted[:, None] & k_live).to(tl.int32), axis=1), axis=0)
         keys = tl.where(old[:, None], held.to(tl.float32), keys)
         inv = tl.load(inverse + head * K_DIM + dk, mask=dk < K_DIM, other=0.0)
@@ -145,7 +152,7 @@ def seal_kernel(
             v_held = tl.load(tail_v + place[:, None] * V_DIM + d[None, :], mask=old[:, None] & own, other=0.0)
             v_at = v + row * v_row + head * v_head + source[:, None] * v_token + d[None, :]
             v_fresh = tl.load(v_at, mask=(token >= start)[:, None] & own, other=0.0)
-            part, v_bad = _finite(v_fresh.to(tl.float32), tl.zeros([CHUNK], tl.float32))
+            part, v_bad = _finite(_kept(v_fresh, tail_v), tl.zeros([CHUNK], tl.float32))
             count += tl.sum(tl.sum((v_bad & counted[:, None] & own).to(tl.int32), axis=1), axis=0)
             part = tl.where(old[:, None], v_held.to(tl.float32), part)
             for term in tl.static_range(TERMS):
@@ -238,10 +245,10 @@ def tail_kernel(
         nothing = tl.zeros([V_PAD], tl.float32)
         k_live = live & (dk < K_DIM)[None, :]
         v_live = live & (dv < V_DIM)[None, :]
-        keys = tl.load(k_at + source[:, None] * k_token + dk[None, :], mask=k_live, other=0.0).to(tl.float32)
-        values = tl.load(v_at + source[:, None] * v_token + dv[None, :], mask=v_live, other=0.0).to(tl.float32)
-        keys, k_bad = _finite(keys, mu)
-        values, v_bad = _finite(values, nothing)
+        keys = tl.load(k_at + source[:, None] * k_token + dk[None, :], mask=k_live, other=0.0)
+        values = tl.load(v_at + source[:, None] * v_token + dv[None, :], mask=v_live, other=0.0)
+        keys, k_bad = _finite(_kept(keys, tail_k), mu)
+        values, v_bad = _finite(_kept(values, tail_v), nothing)
         count = tl.sum(tl.sum(k_bad.to(tl.int32), axis=1), axis=0) + tl.sum(tl.sum(v_bad.to(tl.int32), axis=1), axis=0)
         tl.atomic_add(nonfinite + layer, count, mask=count > 0)
         place = (row * KV_HEADS + head) * CAPACITY + token - base
@@ -253,8 +260,8 @@ def tail_kernel(
             own_v = (dv < V_DIM)[None, :]
             first_keys = tl.load(k_at + (one + skip) * k_token + dk[None, :], mask=own_k, other=0.0)
             first_values = tl.load(v_at + (one + skip) * v_token + dv[None, :], mask=own_v, other=0.0)
-            one_k, _ = _finite(first_keys.to(tl.float32), mu)
-            one_v, _ = _finite(first_values.to(tl.float32), nothing)
+            one_k, _ = _finite(_kept(first_keys, tail_k), mu)
+            one_v, _ = _finite(_kept(first_values, tail_v), nothing)
             at = row * KV_HEADS + head
             tl.store(first_k + (at + one) * K_DIM + dk[None, :], one_k.to(first_k.dtype.element_ty), mask=own_k)
             tl.store(first_v + (at + one) * V_DIM + dv[None, :], one_v.to(first_v.dtype.element_ty), mask=own_v)

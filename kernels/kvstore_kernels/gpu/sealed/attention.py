@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
 from kvstore_kernels.attention.options import Options
 from kvstore_kernels.codecs.base import INPUT_DTYPES
 from kvstore_kernels.errors import LayoutError

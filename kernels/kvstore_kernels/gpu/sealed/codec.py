@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from kvstore_kernels.gpu.codec import PLAIN
 from kvstore_kernels.gpu.kernels.sealed_gather import sealed_gather_kernel
 from kvstore_kernels.gpu.kernels.sealed_write import seal_kernel, tail_kernel
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from kvstore_kernels.codecs.sealed import SealedCodec
 
 _LONG, _INT = "i64", "i32"
-# Channels of V that are rotated at once.
-_CHUNK = 32
+# Channels of V that are rotated at once. Of float32, whose products keep their operands in registers, fewer: with more
+# they spill thousands of bytes a thread, and the device sets that aside for every thread it can hold.
+_CHUNK, _CHUNK_EXACT = 32, 16
 _lock = threading.Lock()
 
 
@@ -52,7 +54,8 @@ class SealedDeviceCodec:
         terms, unit = _terms(turns[0], layout.v_dim, self.tail_dtype)
         self._terms = terms.to(device)
         self.rotation = pointer(self._terms)
-        self._turning = {"CHUNK": _CHUNK, "TERMS": len(terms), "UNIT": unit}
+        exact = self.tail_dtype == torch.float32
+        self._turning = {"CHUNK": _CHUNK_EXACT if exact else _CHUNK, "TERMS": len(terms), "UNIT": unit}
         offsets = {part.name: part.offset for part in layout.parts}
         self._block = {
             "BLOCK": layout.block_tokens, "HEAD_BYTES": layout.head_bytes, "K_CODES": offsets["k_codes"],
@@ -62,7 +65,9 @@ class SealedDeviceCodec:
         self._dims = dims
         self.constants: dict[str, Any] = dims | self._block | {"KV_HEADS": layout.kv_heads}
         self._tail = {"CAPACITY": layout.block_tokens + SHORT_WRITE, "SHORT": SHORT_WRITE}
-        self._warps = 8 if max(dims["K_PAD"], dims["V_PAD"]) > 128 else 4
+        wide = max(dims["K_PAD"], dims["V_PAD"]) > 128
+        self._exact_warps = 16 if wide else 8
+        self._warps = self._exact_warps if exact else 8 if wide else 4
         self._launches: dict[Hashable, Launch] = {}
         # How many programs of one warp fill the device, and its multiprocessors.
         self.processors = 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
@@ -74,6 +79,8 @@ class SealedDeviceCodec:
         for tile in (1, 32):
             self.keep(dtype, tile)
         self.seal(dtype)
+        # A hit that ends inside a block is read back into the tail.
+        self.gather(self.tail_dtype, fetched=fetched)
         attention = launches(self)
         for columns in sorted({attention.columns(group * length) for length in (1, 17, 32)}):
             attention.decode(group, columns, dtype, PLAIN, fetched=fetched)
@@ -128,7 +135,7 @@ class SealedDeviceCodec:
         if found is None:
             given = pointer_type(dtype)
             types = [given, given, "*fp32", "*fp32", "*fp32", "*u8", "*fp16", "*i64", _LONG, _LONG, _LONG, _LONG]
-            constants = self._dims | self._block | {"FETCHED": fetched, "CHUNK": _CHUNK}
+            constants = self._dims | self._block | {"FETCHED": fetched, "CHUNK": _CHUNK_EXACT}
             found = self._launches[key] = launcher(
                 sealed_gather_kernel,
                 types,
@@ -136,7 +143,7 @@ class SealedDeviceCodec:
                 self.device,
                 # A range may begin anywhere.
                 unaligned=frozenset(("k", "v")),
-                num_warps=self._warps,
+                num_warps=self._exact_warps,
             )
         return found
 

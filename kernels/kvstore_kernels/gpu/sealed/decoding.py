@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
 from kvstore_kernels.attention.options import Options
 from kvstore_kernels.gpu.codec import PLAIN, optional
 from kvstore_kernels.gpu.launch import Call, Pointer, pointer

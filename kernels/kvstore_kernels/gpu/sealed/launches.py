@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from kvstore_kernels.codecs.rotation import rotation
 from kvstore_kernels.gpu.codec import Kind
 from kvstore_kernels.gpu.kernels.merge import merge_kernel

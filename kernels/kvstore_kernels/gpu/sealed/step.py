@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
 from kvstore_kernels.attention.options import Options
 from kvstore_kernels.errors import TableError
 from kvstore_kernels.gpu.addresses import Addresses, upload
@@ -148,6 +149,7 @@ class SealedStep:
         for row, (skip, start) in enumerate(targets):
             if skip < length:
                 self._rewind(table, layer, row, start)
+        tail.begin_again(layer, [row for row, (skip, start) in enumerate(targets) if skip < length and start == 0])
         stream = self.stream()
         k_at, v_at = pointer(k), pointer(v)
         tail_k, tail_v, first_k, first_v = tail.pointers(layer)
@@ -185,7 +187,8 @@ class SealedStep:
     def _aim(self, table: BlockTable, targets: Targets, length: int) -> None:
         self._follow(table)
         size = table.block_tokens
-        self._complete = 0
+        # What is refused below must not pass for what the device was told before.
+        self._aimed, self._complete = None, 0
         for row, (skip, start) in enumerate(targets):
             if skip < 0:
                 raise TableError(f"row {row} skips {skip} positions: expected 0 or more")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+
 from kvstore_kernels.gpu.addresses import upload
 from kvstore_kernels.gpu.launch import Pointer, pointer
 from kvstore_kernels.gpu.sealed.codec import SealedDeviceCodec
@@ -15,7 +18,8 @@ class DeviceTail:
     """The device side of `table.tail`, which says what is held: kernels write the buffers it points at.
 
     Invariants: a layer's buffers lie in `table.tail`, in the model's dtype, once the layer was written or attended; the
-    first tokens lie in one buffer a layer, and `known` says for which rows.
+    first tokens lie in one buffer a layer, and `known` says for which rows. What `table.tail.first` was told stays as
+    it is: tables of selected rows have it, too.
     """
 
     def __init__(self, on: SealedDeviceCodec, rows: int) -> None:
@@ -39,9 +43,11 @@ class DeviceTail:
         if firsts is None or tail.k[layer] is not self._held[layer][0]:
             firsts = self._make(tail, layer)
         holds, told = self._holds[layer], tail.first[layer]
-        for row, first in enumerate(told):
-            if first is not holds[row]:
-                holds[row] = first
+        news = [row for row, first in enumerate(told) if first is not holds[row]]
+        if news:
+            firsts = self.begin_again(layer, news)
+            for row in news:
+                first = holds[row] = told[row]
                 if first is not None:
                     firsts[0][row].copy_(first[0])
                     firsts[1][row].copy_(first[1])
@@ -75,6 +81,19 @@ class DeviceTail:
         """Moves `count` tokens that lie `first` behind the front to it."""
         for held in self.front(layer, row):
             held[:, :count] = held[:, first : first + count].clone()
+
+    def begin_again(self, layer: int, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers for these rows' first tokens, about to be written: new ones if some of them were told before."""
+        holds, firsts = self._holds[layer], self._firsts[layer]
+        assert firsts is not None
+        if any(holds[row] is not None for row in rows):
+            with torch.inference_mode(False):
+                k, v = (torch.empty_like(held).copy_(held) for held in firsts)
+            firsts = self._firsts[layer] = (k, v)
+            self._pointers[layer] = (*self.pointers(layer)[:2], pointer(k), pointer(v))
+            for row in rows:
+                holds[row] = None
+        return firsts
 
     def wrote(self, table: BlockTable, layer: int, row: int, start: int, end: int) -> None:
         """Kernels were sent that write the row's tokens [start, end)."""
