@@ -112,6 +112,7 @@ class RawClient:
     ) -> None:
         self.events: queue.SimpleQueue[session_pb2.SessionResponse | None] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[session_pb2.SessionRequest | None] = queue.SimpleQueue()
+        self._writable: set[int] = set()
         self._maps: dict[int, tuple[descriptor_pb2.Segment, mmap.mmap]] = {}
         self._leases: list[int] = []
         self._reserved: list[blocks_pb2.ReserveResponse] = []
@@ -209,13 +210,15 @@ class RawClient:
         return lease
 
     def map(self, slab_id: int, *, writable: bool) -> tuple[descriptor_pb2.Segment, mmap.mmap]:
-        """A slab's dimensions and its mapping, made once."""
-        if slab_id not in self._maps:
+        """A slab's dimensions and its mapping, made once, and once more where it was made for reading alone."""
+        if slab_id not in self._maps or (writable and slab_id not in self._writable):
             if self.descriptors is None:
                 raise ValueError("a session over TCP can't map slabs: connect to the Unix socket")
             segment, fd = self.descriptors.open_segment(SLAB, slab_id, writable=writable)
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             self._maps[slab_id] = (segment, mmap.mmap(fd, segment.bytes, prot=prot))
+            if writable:
+                self._writable.add(slab_id)
             os.close(fd)
         return self._maps[slab_id]
 
