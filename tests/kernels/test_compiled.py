@@ -177,3 +177,14 @@ def test_without_a_folder_for_numbas_cache_nothing_is_cached(monkeypatch: pytest
     assert memory.EXACT["cache"] is True
     monkeypatch.setattr(memory, "FunctionCache", refuse)
     assert memory._may_cache() is False
+
+
+def test_variants_are_cached_in_files_of_their_own() -> None:
+    pytest.importorskip("numba")
+    from kvstore_kernels.compiled.append import append_function
+    from kvstore_kernels.compiled.attend import attend_function
+
+    made: list[Any] = [attend_function(scaled) for scaled in (False, True)]
+    made += [append_function(scaled, 127.0, 2.0**-24, 65504.0, 2.0**-25) for scaled in (False, True)]
+    names = {function._cache._cache_file._index_name for function in made}
+    assert len(names) == len(made)

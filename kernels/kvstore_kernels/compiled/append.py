@@ -38,7 +38,6 @@ def append_function(
     # As bits, magnitudes compare like integers, and NaN is above every number.
     limit = int(np.float32(largest_scale * code_max).view(np.int32))
 
-    @njit(boolean(*[int64] * 11), **EXACT)
     def append(
         dimensions_at: int,
         shape_at: int,
@@ -126,4 +125,8 @@ def append_function(
                 target += count
         return True
 
-    return append
+    # Numba names its files by this, and numbers the variants of one name without a lock: processes that compile at the
+    # same time would take one variant for the other.
+    append.__qualname__ = f"append_{'int8' if scaled else 'float32'}"
+    compiled: AppendFunction = njit(boolean(*[int64] * 11), **EXACT)(append)
+    return compiled

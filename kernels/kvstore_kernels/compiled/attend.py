@@ -51,7 +51,6 @@ def attend_function(scaled: bool) -> AttendFunction:
     """
     code = types.int8 if scaled else types.float32
 
-    @njit(void(*[int64] * 9), **FAST)
     def attend(
         dimensions_at: int,
         addresses_at: int,
@@ -156,4 +155,8 @@ def attend_function(scaled: bool) -> AttendFunction:
                     for d in range(v_dim):
                         results[row, head, g, d] = sums[g, d] * share
 
-    return attend
+    # Numba names its files by this, and numbers the variants of one name without a lock: processes that compile at the
+    # same time would take one variant for the other.
+    attend.__qualname__ = f"attend_{'int8' if scaled else 'float32'}"
+    compiled: AttendFunction = njit(void(*[int64] * 9), **FAST)(attend)
+    return compiled
