@@ -56,8 +56,19 @@ def test_attach_with_a_bound(kit: Any, store: Any, llama: Any) -> None:
         assert store.last_report.reused_tokens == 128
 
 
-@pytest.mark.parametrize("options", [{"max_error": 1.5}, {"max_error": -0.1}, {"max_error": 0.1, "codec": "int4"},
-                                     {"max_error": 0.1, "overrides": {0: "int8"}}])  # fmt: skip
-def test_bounds_that_are_refused(store: Any, llama: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(AttachError, match="it chooses them"):
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_error": -0.1}, "max_error=-0.1: expected a part of the attention output"),
+        ({"max_error": 1.0}, "max_error=1.0: expected a part of the attention output"),
+        ({"max_error": "x"}, "max_error='x': expected a number"),
+        ({"min_fidelity": "x"}, "min_fidelity='x': expected a number"),
+        ({"max_error": 0.1, "codec": "int4"}, "it chooses the codecs"),
+        ({"max_error": 0.1, "overrides": {0: "int8"}}, "it chooses the codecs"),
+        ({"codec": None}, "codec=None: expected a codec's name"),
+        ({"overrides": [1]}, r"overrides=\[1\]: expected layers and their codecs"),
+    ],
+)
+def test_what_attach_refuses(store: Any, llama: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(AttachError, match=text):
         attach(store, llama, **options)

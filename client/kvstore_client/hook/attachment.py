@@ -378,6 +378,7 @@ def attach(
     ):
         if value not in allowed:
             raise AttachError(f"{name}={value!r}; this version takes {' or '.join(map(repr, allowed))}")
+    _check_kinds(codec=codec, overrides=overrides, max_error=max_error, min_fidelity=min_fidelity)
     if min_fidelity is not None and not 0 <= min_fidelity <= 1:
         raise AttachError(f"min_fidelity={min_fidelity!r}: expected a part from 0 to 1 (only exact blocks), or None")
     check_transformers()
@@ -425,6 +426,18 @@ def attach(
                 raise
         _attached[model] = attachment
     return attachment
+
+
+def _check_kinds(*, codec: object, overrides: object, max_error: object, min_fidelity: object) -> None:
+    if not isinstance(codec, str):
+        raise AttachError(f"codec={codec!r}: expected a codec's name, such as 'int8'")
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise AttachError(
+            f"overrides={overrides!r}: expected layers and their codecs, such as {{0: 'int8', -1: 'int8'}}"
+        )
+    for name, value in (("max_error", max_error), ("min_fidelity", min_fidelity)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise AttachError(f"{name}={value!r}: expected a number, or None")
 
 
 def _same(existing: Attachment, store: StoreLike, **options: Any) -> Attachment:

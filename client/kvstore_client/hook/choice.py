@@ -57,10 +57,12 @@ def choose(
     """
     if max_error is None:
         return Choice(choose_codecs(plan, codec, overrides), [], None)
-    if not 0 <= max_error < 1 or overrides or codec != "int8":
+    if not 0 <= max_error < 1:
+        raise AttachError(f"max_error={max_error!r}: expected a part of the attention output, from 0 to below 1")
+    if overrides or codec != "int8":
         raise AttachError(
-            f"max_error={max_error!r} with codec={codec!r} and overrides={overrides!r}: expected a part from 0 to "
-            "below 1, and no codec beside it: it chooses them"
+            f"max_error={max_error!r} with codec={codec!r} and overrides={overrides!r}: it chooses the codecs, so "
+            "leave those two out"
         )
     for data in store.named_plans(fingerprint, bound_name(max_error)):
         adopted = _adopted(data, plan, max_error)
