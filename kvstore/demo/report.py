@@ -71,7 +71,7 @@ def claim_lines(claims: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [
         [
             claim["name"],
-            f"{_figure(claim['value'])} {claim['unit']}",
+            f"{_figure(claim['value'], None if claim['holds'] else claim['bar'])} {claim['unit']}",
             f"{claim['direction']} {_figure(claim['bar'])}",
             "holds" if claim["holds"] else "MISSED",
         ]
@@ -119,5 +119,9 @@ def claims_json(claims: Sequence[Claim]) -> list[dict[str, Any]]:
     return [claim.to_json() for claim in claims]
 
 
-def _figure(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
+def _figure(value: float, missed: float | None = None) -> str:
+    """With the digits that tell it from the bar that it missed."""
+    if value == int(value):
+        return f"{value:.0f}"
+    digits = next((n for n in range(3, 8) if missed is None or f"{value:.{n}g}" != f"{missed:.{n}g}"), 8)
+    return f"{value:.{digits}g}"

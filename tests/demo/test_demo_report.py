@@ -125,3 +125,9 @@ def test_budget_holds_the_slots_and_little_more(slots: int, block_bytes: int, sl
 def test_tokens_per_second_leaves_the_first_token_out() -> None:
     assert tokens_per_second({"times_s": [5.0, 5.1, 5.2, 5.3]}) == pytest.approx(10)
     assert tokens_per_second({"times_s": [5.0]}) == 0
+
+
+def test_a_missed_figure_has_the_digits_that_show_it() -> None:
+    missed = {"name": "a", "value": 1.0042, "unit": "ms", "direction": "<=", "bar": 1.0, "holds": False}
+    assert report.claim_lines([missed])[0][1:] == ["1.004 ms", "<= 1", "MISSED"]
+    assert report.claim_lines([missed | {"value": 0.9961, "holds": True}])[0][1] == "0.996 ms"
