@@ -447,7 +447,7 @@ def test_fetched_blocks_give_what_local_ones_give(
     away.data.copy_(pair.slabs[1].data)
     if not CUDA:
         # Any device but the one that computes.
-        monkeypatch.setattr("kvstore_kernels.gpu.step.CudaCopies", copies_now)
+        monkeypatch.setattr("kvstore_kernels.gpu.tablestep.CudaCopies", copies_now)
         away.device = torch.device("cuda:7")
     mixed = BlockTable(2)
     for row in range(2):

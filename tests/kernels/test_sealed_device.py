@@ -331,8 +331,7 @@ def test_fetched_blocks_give_what_local_ones_give(make: Any, codec: str, copies_
     away.data.copy_(pair.slabs[1].data)
     if not CUDA:
         # Any device but the one that computes.
-        monkeypatch.setattr("kvstore_kernels.gpu.step.CudaCopies", copies_now)
-        monkeypatch.setattr("kvstore_kernels.gpu.sealed.step.CudaCopies", copies_now)
+        monkeypatch.setattr("kvstore_kernels.gpu.tablestep.CudaCopies", copies_now)
         away.device = torch.device("cuda:7")
     mixed = pair.there.select_rows([0, 1])
     for row in range(2):
