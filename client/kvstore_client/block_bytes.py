@@ -57,10 +57,12 @@ def noise_of(blocks: Sequence[Block], layout: BlockLayout, compute_device: str =
     import torch
     from kvstore_kernels.noise import block_noise
 
+    noise = torch.zeros(len(blocks), layout.layers, 2)
+    if set(layout.layer_codecs) == {"passthrough"}:
+        return noise  # No need to fetch them.
     by_slab: dict[Slab, list[int]] = {}
     for index, block in enumerate(blocks):
         by_slab.setdefault(block.slab, []).append(index)
-    noise = torch.zeros(len(blocks), layout.layers, 2)
     for slab, indices in by_slab.items():
         slots = [blocks[index].slot for index in indices]
         if slab.device.type != "cpu":

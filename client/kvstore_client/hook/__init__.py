@@ -1,6 +1,7 @@
 """The transformers hook: lets a model's attention run on the store's blocks."""
 
-from kvstore_client.hook.attachment import Attachment, attach
+from kvstore_client.hook.attaching import attach
+from kvstore_client.hook.attachment import Attachment
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.errors import (
     AttachError,

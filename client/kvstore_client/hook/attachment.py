@@ -1,4 +1,4 @@
-"""attach() and what it returns: one model that generates through one store."""
+"""One model that generates through one store."""
 
 from __future__ import annotations
 
@@ -9,32 +9,30 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from kvstore_kernels import gpu
 from kvstore_kernels.codecs import CodecPlan, TokenCodec
 from kvstore_kernels.compiled import prepare
-from kvstore_kernels.errors import KernelError
 from transformers import PreTrainedModel
 
 from kvstore_client.hook import attention
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.calibration import calibrate
-from kvstore_client.hook.choice import Choice, bound_name, choose, choose_codecs, measured
-from kvstore_client.hook.errors import AttachError, UnsupportedInputError, UnsupportedModelError
+from kvstore_client.hook.choice import Choice, bound_name, measured
+from kvstore_client.hook.errors import AttachError, UnsupportedInputError
 from kvstore_client.hook.fingerprint import Fingerprint, foreign_hook
 from kvstore_client.hook.firsttoken import FirstTokens
 from kvstore_client.hook.methods import generate_method, prepare_inputs_method
-from kvstore_client.hook.plan import ModelPlan, check_ready, model_plan
+from kvstore_client.hook.plan import ModelPlan, check_ready
 from kvstore_client.hook.prefix import open_cache
 from kvstore_client.hook.prompt import Prompt, positions_of, read_prompt
 from kvstore_client.hook.report import HitReport
 from kvstore_client.hook.rows import codec_of
-from kvstore_client.hook.selfcheck import layout_of, self_check
+from kvstore_client.hook.selfcheck import layout_of
 from kvstore_client.hook.streams import on_device
-from kvstore_client.hook.versions import check_transformers
 from kvstore_client.namespace import ModelIdentity, Namespace, Shard
 
 if TYPE_CHECKING:
@@ -46,8 +44,9 @@ _PREWARM_CHUNK = 2048
 _RATE_WEIGHT = 0.3
 # Shorter prefills are mostly overhead and say little about a long one.
 _RATE_TOKENS = 128
-_lock = threading.Lock()
-_attached: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
+# Models and what they are attached with; guarded by `lock`.
+attached: weakref.WeakKeyDictionary[PreTrainedModel, Attachment] = weakref.WeakKeyDictionary()
+lock = threading.Lock()
 
 
 class Attachment:
@@ -308,7 +307,7 @@ class Attachment:
         """Puts our methods on the model's instance. For attach()."""
         attention.install(self.model.config)
         kind: Any = type(self.model)
-        self._set("generate", types.MethodType(generate_method(kind.generate, _attached.get), self.model))
+        self._set("generate", types.MethodType(generate_method(kind.generate, attached.get), self.model))
         prepare_inputs = prepare_inputs_method(kind.prepare_inputs_for_generation)
         self._set("prepare_inputs_for_generation", types.MethodType(prepare_inputs, self.model))
 
@@ -327,12 +326,12 @@ class Attachment:
 
     def detach(self) -> None:
         """Puts the model back as it was. Idempotent. Caches that are still open stay readable, but can't generate."""
-        with _lock:
+        with lock:
             if self._detached:
                 return
             self._detached = True
             self.uninstall()
-            _attached.pop(self.model, None)
+            attached.pop(self.model, None)
 
     def __enter__(self) -> Attachment:
         return self
@@ -342,111 +341,3 @@ class Attachment:
 
     def __repr__(self) -> str:
         return f"Attachment({self.plan.name!r}, codec={self.codec!r}, detached={self._detached})"
-
-
-def attach(
-    store: StoreLike,
-    model: PreTrainedModel,
-    tokenizer: Any = None,
-    *,
-    codec: str = "int8",
-    overrides: Mapping[int, str] | None = None,
-    max_error: float | None = None,
-    min_fidelity: float | None = None,
-    commit: str = "prompt",
-    fallback: str = "local",
-    compile: str = "never",  # noqa: A002  the name that design and documents use
-    salt: bytes = b"",
-) -> Attachment:
-    """Lets a model's plain `generate(...)` use the store. The model lies on the CPU or on one CUDA device. Takes about
-    a second: hashes the weights, calibrates the codec unless somebody did, and compares logits with the native cache.
-
-    codec: "int8", "passthrough" (exact bytes), or one of the smaller ones (kvstore_kernels.codecs.names()). overrides:
-    other codecs for some layers, {0: "int8", -1: "int8"}. max_error: instead of both, the smallest codec of each layer
-    that changes its attention output by at most this part (RMS), as measured here (`Attachment.errors`; some seconds)
-    or by the first worker that asked for it; blocks that would miss it aren't shared. min_fidelity: held blocks whose
-    error is larger than 1 - min_fidelity are computed instead of read (docs/fidelity.md).
-    commit: "prompt", or "all" (answers too). fallback: what a request does when not even local blocks are left:
-    "local" raises LocalBudgetExceeded, "native" runs it on the model's own cache if that shows before the first token.
-    salt: keeps apart what otherwise would be shared.
-    Raises UnsupportedVersionError, UnsupportedModelError, SelfCheckError, AttachError.
-    """
-    for name, value, allowed in (
-        ("commit", commit, ("prompt", "all")),
-        ("fallback", fallback, ("local", "native")),
-        ("compile", compile, ("never",)),
-    ):
-        if value not in allowed:
-            raise AttachError(f"{name}={value!r}; this version takes {' or '.join(map(repr, allowed))}")
-    _check_kinds(codec=codec, overrides=overrides, max_error=max_error, min_fidelity=min_fidelity)
-    if min_fidelity is not None and not 0 <= min_fidelity <= 1:
-        raise AttachError(f"min_fidelity={min_fidelity!r}: expected a part from 0 to 1 (only exact blocks), or None")
-    check_transformers()
-    with _lock:
-        existing = _attached.get(model) if isinstance(model, PreTrainedModel) else None
-        if existing is not None:
-            codec = existing.codec if max_error is not None else choose_codecs(existing.plan, codec, overrides)
-            if max_error != existing.max_error:
-                raise AttachError(
-                    f"{existing.plan.name} is attached with max_error={existing.max_error}, not {max_error}: detach() "
-                    "it first"
-                )
-            return _same(existing, store, codec=codec, commit=commit, fallback=fallback, salt=salt,
-                         min_fidelity=min_fidelity)  # fmt: skip
-        plan = model_plan(model)
-        fingerprint = Fingerprint(model)
-        chosen = choose(
-            store,
-            fingerprint.value,
-            model,
-            plan,
-            tokenizer,
-            codec=codec,
-            overrides=overrides,
-            max_error=max_error,
-        )
-        codec = chosen.codec
-        try:
-            gpu.check_supported(layout_of(plan, codec), plan.device)
-        except KernelError as error:
-            raise UnsupportedModelError(f"{plan.name}: {error}") from error
-        attachment = Attachment(
-            store, model, tokenizer, codec=codec, commit=commit, fallback=fallback, salt=salt, plan=plan,
-            fingerprint=fingerprint, min_fidelity=min_fidelity,
-        )  # fmt: skip
-        attachment.adopt(chosen, max_error)
-        with on_device(plan.device):
-            # First on the stock attention: it finds out the real shapes.
-            attachment.namespace()
-            attachment.install()
-            try:
-                self_check(model, plan)
-            except BaseException:
-                attachment.uninstall()
-                raise
-        _attached[model] = attachment
-    return attachment
-
-
-def _check_kinds(*, codec: object, overrides: object, max_error: object, min_fidelity: object) -> None:
-    if not isinstance(codec, str):
-        raise AttachError(f"codec={codec!r}: expected a codec's name, such as 'int8'")
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise AttachError(
-            f"overrides={overrides!r}: expected layers and their codecs, such as {{0: 'int8', -1: 'int8'}}"
-        )
-    for name, value in (("max_error", max_error), ("min_fidelity", min_fidelity)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise AttachError(f"{name}={value!r}: expected a number, or None")
-
-
-def _same(existing: Attachment, store: StoreLike, **options: Any) -> Attachment:
-    if existing.store is not store:
-        raise AttachError(f"{existing.plan.name} is attached to another store: detach() it first")
-    for name, value in options.items():
-        if getattr(existing, name) != value:
-            raise AttachError(
-                f"{existing.plan.name} is attached with {name}={getattr(existing, name)!r}, not {value!r}: "
-                "detach() it first"
-            )
-    return existing

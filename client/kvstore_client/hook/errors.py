@@ -4,7 +4,7 @@ UsageError
 ├── UnsupportedVersionError   a transformers version outside the range this hook was tested with
 ├── UnsupportedModelError     a model whose attention this version can't serve exactly; names the reason
 ├── UnsupportedInputError     an argument that would make the cached attention wrong
-├── AttachError               attach() contradicts an attachment that exists
+├── AttachError               an argument of attach() is wrong or contradicts an attachment that exists
 └── CacheStateError           a cache used in a way its state doesn't allow
 SelfCheckError                the attached model's logits differ from the native cache's
 """
@@ -27,7 +27,7 @@ class UnsupportedInputError(UsageError):
 
 
 class AttachError(UsageError):
-    """attach() contradicts an attachment that exists."""
+    """An argument of attach() is wrong, or contradicts an attachment that exists."""
 
 
 class CacheStateError(UsageError):
