@@ -209,6 +209,21 @@ class RawClient:
         self._slabs.update(lease.slab_ids)
         return lease
 
+    def look_up_and_reserve(
+        self, chains: list[tuple[int, list[bytes]]], anonymous: int = 0
+    ) -> blocks_pb2.LookupAndLeaseResponse:
+        """Leases what is held of each (namespace, digests), and reserves slots for the rest in the same call."""
+        request = blocks_pb2.LookupAndLeaseRequest(
+            queries=[blocks_pb2.Query(namespace_id=space, digests=b"".join(digests)) for space, digests in chains],
+            reserve=blocks_pb2.ReserveRest(anonymous=anonymous),
+        )
+        response: blocks_pb2.LookupAndLeaseResponse = self.call(self.blocks.LookupAndLease, request)
+        self._leases.extend(lease.lease_id for lease in response.leases)
+        if response.HasField("reservation"):
+            self._reserved.append(response.reservation)
+            self._slabs.update(response.reservation.slab_ids)
+        return response
+
     def map(self, slab_id: int, *, writable: bool) -> tuple[descriptor_pb2.Segment, mmap.mmap]:
         """A slab's dimensions and its mapping, made once, and once more where it was made for reading alone."""
         if slab_id not in self._maps or (writable and slab_id not in self._writable):

@@ -60,6 +60,7 @@ def seed_table(results: dict[str, Any] | None) -> str:
     tables = (
         (CLAIMS_HEAD, claim_lines(results["claims"])),
         (report.RUNS_HEAD, report.run_lines(rows)),
+        (report.TURNS_HEAD, report.turn_lines(rows)),
         (report.DRIVER_HEAD, report.driver_lines(rows)),
         (report.LEFT_OUT_HEAD, report.left_out_lines(rows)),
     )

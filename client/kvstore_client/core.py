@@ -20,7 +20,6 @@ from kvstore_client.blocks import DIGEST_BYTES
 from kvstore_client.connection import Connection
 from kvstore_client.device_work import Done, default_stream_done
 from kvstore_client.errors import (
-    BadReplyError,
     ClosedError,
     ForkedProcessError,
     KVStoreError,
@@ -32,7 +31,7 @@ from kvstore_client.local import LocalSlabs
 from kvstore_client.notices import Notices, log
 from kvstore_client.plans import PlanFolder
 from kvstore_client.registry import Registry
-from kvstore_client.transports.base import SlotRef, TransportSet
+from kvstore_client.transports.base import SlotRef, TransportSet, check_reservation
 from kvstore_client.transports.bytes import BytesTransport
 from kvstore_client.transports.in_place import DescriptorTransport, HandleTransport
 from kvstore_client.worker import Returns, Worker
@@ -123,14 +122,7 @@ class Core:
         )
         timeout_s = self.config.control_timeout_s if probe else self.config.reserve_timeout_s
         reply: pb.ReserveResponse = link.call("Reserve", link.blocks.Reserve, request, timeout_s, probe=probe)
-        refs = [SlotRef(*ref) for ref in zip(reply.slab_ids, reply.slots, reply.generations, strict=False)]
-        counts = {len(refs), len(reply.slab_ids), len(reply.slots), len(reply.generations)}
-        if len(counts) != 1 or len(refs) > len(digests) + anonymous or len(reply.statuses) != len(digests):
-            raise BadReplyError(
-                f"Reserve answered {len(reply.slots)} slots and {len(reply.statuses)} states for {len(digests)} "
-                f"digests and {anonymous} more; nothing of it was used"
-            )
-        return refs, reply
+        return check_reservation(reply, len(digests), anonymous), reply
 
     def give_back(self, debts: dict[int, Debt], after: Done | None = None) -> None:
         """Gives leases and slots back, in the background, after the jobs queued before and the device work `after`.

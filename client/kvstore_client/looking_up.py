@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore_proto.v1 import blocks_pb2 as pb
 
 from kvstore_client.blocks import DIGEST_BYTES, Match
-from kvstore_client.core import Core
+from kvstore_client.core import Core, split_digests
 from kvstore_client.errors import BadReplyError, KVStoreError
 from kvstore_client.holdings import Debt, Holdings
 from kvstore_client.meter import Meter
-from kvstore_client.transports.base import Receipt, check_lease
+from kvstore_client.reserving import Granted, accept_early
+from kvstore_client.transports.base import Receipt, check_lease, check_reservation, slots_of
 
 if TYPE_CHECKING:
     from kvstore_client.link import Link
@@ -26,6 +28,16 @@ _REASONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a look-up brought: one Match a chain, and, if it was asked for and could be had at once, slots for the
+    digests behind the leases.
+    """
+
+    matches: list[Match]
+    reserved: Granted | None = None
+
+
 def look_up(
     core: Core,
     link: Link,
@@ -35,11 +47,14 @@ def look_up(
     meter: Meter,
     chains: Sequence[bytes],
     wait_ms: int,
+    *,
     max_block_error: float | None = None,
-) -> list[Match]:
+    anonymous: int | None = None,
+) -> Found:
     """One LookupAndLease for all chains; blocks with an error above `max_block_error` don't count.
 
-    Raises a KVStoreError when the call fails; then nothing is held.
+    `anonymous`: not None: slots are reserved with it, so many on top of those for digests. Raises a KVStoreError when
+    the call fails; then nothing is held.
     """
     request = pb.LookupAndLeaseRequest(
         queries=[
@@ -47,15 +62,17 @@ def look_up(
             for chain in chains
         ],
         wait_ms=wait_ms,
+        reserve=None if anonymous is None else pb.ReserveRest(anonymous=anonymous),
     )
     timeout_s = core.config.lookup_timeout_s + wait_ms / 1e3
     with meter.asking():
         reply: pb.LookupAndLeaseResponse = link.call("LookupAndLease", link.blocks.LookupAndLease, request, timeout_s)
     leases = {lease.lease_id for lease in reply.leases if lease.lease_id}
-    # First of all the leases are ours, so that none is lost whatever is wrong with the rest.
-    if not holdings.add(link.epoch, leases=leases):
-        core.give_back({link.epoch: Debt(leases=leases)})
-        return [Match(reason="error") for _ in chains]
+    slots = slots_of(reply.reservation)
+    # First of all they are ours, so that none is lost whatever is wrong with the rest.
+    if not holdings.add(link.epoch, leases=leases, slots=slots):
+        core.give_back({link.epoch: Debt(leases, set(slots))})
+        return Found([Match(reason="error") for _ in chains])
     if len(reply.leases) != len(chains):
         raise BadReplyError(f"LookupAndLease answered {len(reply.leases)} leases for {len(chains)} chains")
     matches = [
@@ -65,7 +82,16 @@ def look_up(
     if not link.transport_for(namespace).in_place:
         holdings.drop_leases(link.epoch, leases)
         core.give_back({link.epoch: Debt(leases=leases)})
-    return matches
+    if not reply.HasField("reservation") or anonymous is None:
+        return Found(matches)
+    rest = [
+        digest
+        for chain, lease in zip(chains, reply.leases, strict=True)
+        for digest in split_digests(chain)[len(lease.slots) :]
+    ]
+    digests = list(dict.fromkeys(rest))
+    check_reservation(reply.reservation, len(digests), anonymous + len(rest) - len(digests))
+    return Found(matches, accept_early(link, namespace, meter, digests, slots, reply.reservation))
 
 
 def _receive(

@@ -50,17 +50,20 @@ class Request:
         self._anonymous: set[Block] = set()
         self._unshared: set[bytes] = set()
         self._short = Granted({})
+        # Came with a look-up; the next reserve() takes it into account.
+        self._early: Granted | None = None
         self._topping_up = False
         self._wants_ahead = False
         # Nothing is sent from a finalizer: it queues what is to be given back.
         weakref.finalize(self, core.forget, self._holdings, namespace.compute_device).atexit = False
 
-    def match(self, chains: Sequence[bytes], wait_ms: int = 0) -> list[Match]:
+    def match(self, chains: Sequence[bytes], wait_ms: int = 0, *, anonymous: int | None = None) -> list[Match]:
         """Leases the longest held prefix of every chain; one call of the service for all rows.
 
         `chains`: one a row, whole 32-byte digests one after the other, first block first. One Match a row. `wait_ms`:
         wait at most this long for the commit of the next block if somebody is writing it right now. Leased blocks stay
-        readable until close().
+        readable until close(). `anonymous`: what reserve() will be asked for on top of what isn't found; given, the
+        slots come with the same call if they are there, and reserve() asks only for what is missing.
         """
         self._check_open()
         _check_chains(chains)
@@ -72,7 +75,7 @@ class Request:
             self._meter.note(routed)
             return [Match(reason=routed) for _ in chains]
         try:
-            return look_up(
+            found = look_up(
                 self._core,
                 *routed,
                 self.namespace,
@@ -80,8 +83,11 @@ class Request:
                 self._meter,
                 chains,
                 wait_ms,
-                self.max_block_error,
+                max_block_error=self.max_block_error,
+                anonymous=anonymous if self._writes_in_place(routed[0]) else None,
             )
+            if found.reserved is not None:
+                self._accept(found.reserved)
         except ServiceUnavailableError as error:
             if self._core.required:
                 raise
@@ -92,6 +98,9 @@ class Request:
                 raise
             reason = "error"
             self._core.notices.warn("look-up", f"a look-up failed: {error}")
+        else:
+            self._early = found.reserved
+            return found.matches
         self._meter.note(reason)
         return [Match(reason=reason) for _ in chains]
 
@@ -107,14 +116,22 @@ class Request:
         _check_chains(chains)
         digests = [d for chain in chains for d in split_digests(chain)]
         distinct = list(dict.fromkeys(digests))
-        granted = reserve_slots(
-            self._core, self.namespace, self._holdings, self._meter, distinct, anonymous + len(digests) - len(distinct)
-        )
-        self._accept(granted)
+        anonymous += len(digests) - len(distinct)
+        known: dict[bytes, str] = {}
+        early, self._early = self._early, None
+        if early is not None:
+            known |= early.statuses
+            # A service that had no room then has none now.
+            anonymous = 0 if early.short else max(0, anonymous - len(early.anonymous))
+        missing = [digest for digest in distinct if digest not in known]
+        if early is None or missing or anonymous:
+            granted = reserve_slots(self._core, self.namespace, self._holdings, self._meter, missing, anonymous)
+            self._accept(granted)
+            known |= granted.statuses
         seen: set[bytes] = set()
         statuses: list[str] = []
         for digest in digests:
-            status = granted.statuses[digest]
+            status = known[digest]
             statuses.append("in_flight" if digest in seen and status == "write" else status)
             seen.add(digest)
         return statuses

@@ -70,9 +70,7 @@ def reserve_slots(
         else:
             with meter.asking():
                 refs, reply = core.reserve(link, registration, digests, anonymous)
-        granted.statuses = {d: _STATUS.get(s, "write") for d, s in zip(digests, reply.statuses, strict=True)}
-        granted.short = reply.short_reason
-        granted.cause = "service-full" if reply.short_reason else ""
+        granted = _granted(digests, reply)
         if not holdings.add(link.epoch, slots=refs):
             core.give_back({link.epoch: Debt(slots=set(refs))})
             return granted
@@ -88,6 +86,26 @@ def reserve_slots(
         granted.cause = kind
     meter.note(granted.short or granted.cause)
     return granted
+
+
+def accept_early(
+    link: Link,
+    namespace: Namespace,
+    meter: Meter,
+    digests: Sequence[bytes],
+    refs: list[SlotRef],
+    reply: pb.ReserveResponse,
+) -> Granted:
+    """What a look-up brought along; its slots are in the request's holdings already. Raises a KVStoreError."""
+    granted = _granted(digests, reply)
+    _place(link, namespace, digests, refs, granted)
+    meter.note(granted.short)
+    return granted
+
+
+def _granted(digests: Sequence[bytes], reply: pb.ReserveResponse) -> Granted:
+    statuses = {d: _STATUS.get(s, "write") for d, s in zip(digests, reply.statuses, strict=True)}
+    return Granted(statuses, short=reply.short_reason, cause="service-full" if reply.short_reason else "")
 
 
 def _place(link: Link, namespace: Namespace, digests: Sequence[bytes], refs: list[SlotRef], granted: Granted) -> None:

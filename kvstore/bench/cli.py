@@ -167,6 +167,7 @@ def _finish(results: dict[str, Any], json_file: Path | None, console: Console) -
     rows = results["rows"]
     tables = (
         ("Runs", report.RUNS_HEAD, report.run_lines(rows)),
+        ("In turns", report.TURNS_HEAD, report.turn_lines(rows)),
         ("GPU memory by process", report.DRIVER_HEAD, report.driver_lines(rows)),
         ("Left out", report.LEFT_OUT_HEAD, report.left_out_lines(rows)),
         ("Claims", CLAIMS_HEAD, claim_lines(results["claims"])),

@@ -13,6 +13,7 @@ RUNS_HEAD = [
     "run", "cache", "ms", "ms/token", "KV, MiB", "peak, MiB", "held by torch, MiB",
     "time ratio", "KV ratio", "peak ratio",
 ]  # fmt: skip
+TURNS_HEAD = ["run", "cache", "ms/token", "median turn, ms/token", "time ratio"]
 DRIVER_HEAD = ["when", "process", "driver, MiB", "by torch, MiB", "slabs, MiB", "context and the rest, MiB"]
 _NAMES = {
     "dynamic": "DynamicCache",
@@ -54,6 +55,22 @@ def run_lines(rows: Sequence[Row]) -> list[list[str]]:
             ]
         )
     return lines
+
+
+def turn_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """One line a cache that answered in turns with another: the whole answer, and the median turn."""
+    chosen = [row for row in rows if row["measure"] == "turns"]
+    native = next((row["ms_per_token"] for row in chosen if row["arm"] == "dynamic-flash"), None)
+    return [
+        [
+            row["run"],
+            _NAMES[row["arm"]],
+            _number(row["ms_per_token"], 2),
+            _number(median(row["chunks_ms"]) / row["chunk"], 2),
+            "" if native is None else f"{row['ms_per_token'] / native:.3f}",
+        ]
+        for row in chosen
+    ]
 
 
 def driver_lines(rows: Sequence[Row]) -> list[list[str]]:

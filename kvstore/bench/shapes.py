@@ -35,6 +35,11 @@ class Run:
         return self.tokens_out >= _LONG_OUT
 
     @property
+    def one_answer(self) -> bool:
+        """Whether it is about decoding: one answer, longer than its prompt."""
+        return self.batch == 1 and self.tokens_out > self.tokens_in
+
+    @property
     def warm_up(self) -> Run:
         """What runs before it, unmeasured: the same prompt length, and over a block's end where the answer is long."""
         return Run(self.batch, self.tokens_in, min(self.tokens_out, 72))

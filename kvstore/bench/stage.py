@@ -130,12 +130,13 @@ class Stage:
             self.add_driver(f"{name} loaded")
         return worker
 
-    def attach(self, worker: str, arm: str, codec: str, address: str) -> dict[str, Any]:
-        """Attaches a copy of the worker's model under the name `arm`; once."""
+    def attach(self, worker: str, arm: str, codec: str, address: str, *, variant: str = "plain") -> dict[str, Any]:
+        """Attaches a copy of the worker's model, or a variant of it, under the name `arm`; once."""
         if arm not in self.attached[worker]:
             found = self.workers[worker].ask(
-                "attach", ATTACH_S, arm=arm, codec=codec, address=address, name=worker, budget=SERVICE_GPU_BUDGET
-            )
+                "attach", ATTACH_S, arm=arm, codec=codec, address=address, name=worker, budget=SERVICE_GPU_BUDGET,
+                variant=variant,
+            )  # fmt: skip
             self.attached[worker][arm] = {**found, "codec": codec}
             self.add(
                 "attach", worker=worker, arm=arm, codec=codec, **{k: v for k, v in found.items() if k != "address"}

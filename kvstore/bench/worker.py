@@ -8,15 +8,21 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList
 
 from kvstore.bench import arms, blocks, models
-from kvstore.bench.arms import NATIVE, Meter
+from kvstore.bench.arms import NATIVE, Meter, backends, native_cache
+from kvstore.bench.turns import TurnClock, Turns, in_turns
 from kvstore.demo.program import CommandProgram
+from kvstore.fidelity.variants import make_variant
 
+# A turn takes a second at most; a prompt's first one may compile.
+_TURN_S = 120.0
 _RATE_BYTES = 512 * 2**20
 _RATE_REPEATS = 5
 
@@ -66,8 +72,12 @@ class WorkerProgram(CommandProgram):
             "gpu": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "",
         }
 
-    def attach(self, arm: str, codec: str, address: str, name: str, budget: int) -> dict[str, Any]:
-        """Attaches a copy of the model to the service at `address` ("embedded": one in this process, on its device)."""
+    def attach(
+        self, arm: str, codec: str, address: str, name: str, budget: int, variant: str = "plain"
+    ) -> dict[str, Any]:
+        """Attaches a copy of the model, or of a variant of it, to the service at `address` ("embedded": one in this
+        process, on its device).
+        """
         from kvstore_client import connect
 
         if address not in self._stores:
@@ -77,7 +87,7 @@ class WorkerProgram(CommandProgram):
             self._stores[address] = connect(address, name=name, required=True, **on_device)
         store = self._stores[address]
         start = time.perf_counter()
-        copy = models.twin(self._model)
+        copy = make_variant(variant, self._model)
         attachment = store.attach(copy, self._tokenizer, codec=codec)
         self._attached[arm] = (store, attachment, copy)
         namespace = attachment.namespace()
@@ -126,6 +136,38 @@ class WorkerProgram(CommandProgram):
         measured.warnings = list(report.warnings)
         measured.worker_kv = store.stats()["local_bytes"]
         return {**asdict(measured), "local_blocks": report.local_blocks, "match_ms": report.match_ms}
+
+    def run_in_turns(
+        self, arms: list[str], tokens_in: int, tokens_out: int, seeds: list[int], chunk: int
+    ) -> dict[str, list[float]]:
+        """One answer of each arm, `chunk` tokens in turn. Milliseconds of each turn, by arm; their caches are gone."""
+        self.drop()
+        turns = Turns(len(arms), _TURN_S)
+        clocks = [TurnClock(turns, player, chunk, self._meter.answered) for player in range(len(arms))]
+        plays = [
+            partial(self._answer, arm, self._ids(1, tokens_in, seed), tokens_out)
+            for arm, seed in zip(arms, seeds, strict=True)
+        ]
+        # torch's choice of attention is the process's.
+        with backends("dynamic-flash"):
+            in_turns(plays, clocks, turns)
+        return {arm: clock.chunks_ms for arm, clock in zip(arms, clocks, strict=True)}
+
+    def _answer(self, arm: str, ids: torch.Tensor, tokens_out: int, clock: TurnClock) -> None:
+        native = arm in NATIVE
+        model = self._model if native else self._attached[arm][2]
+        options = {"past_key_values": native_cache(arm, model.config, 0)} if native else {}
+        with torch.inference_mode():
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens_out,
+                do_sample=False,
+                logits_processor=LogitsProcessorList([clock]),
+                **options,
+            )
+        if output.shape[1] - ids.shape[1] != tokens_out:
+            raise RuntimeError(f"{arm}: {output.shape[1] - ids.shape[1]} tokens instead of {tokens_out}")
 
     def drop(self) -> None:
         """Lets the last run's cache go."""

@@ -24,7 +24,8 @@ from kvstore.service.requests import (
     check_range,
     session_id_of,
 )
-from kvstore.store.types import CommitEntry, LeaseResult, Query, Reservation, SlotRef
+from kvstore.service.rest import check_rest, reserve_rest, slot_refs
+from kvstore.store.types import CommitEntry, LeaseResult, Query, Reservation
 
 # The part of a caller's deadline that a reservation may spend on new slabs, and its bound without a deadline.
 _RESERVE_SHARE = 0.5
@@ -55,16 +56,29 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
         check_range("wait_ms", request.wait_ms, 0, MAX_WAIT_MS)
         if request.wait_ms:
             await self._wait_for_writers(session_id, queries, request.wait_ms / 1000)
+        if request.HasField("reserve"):
+            check_rest(request)
         leases = self._core.store.lookup_and_lease(session_id, queries)
+        reservation: Reservation | None = None
         try:
+            if request.HasField("reserve"):
+                reservation = reserve_rest(self._core.store, session_id, request, leases)
             await self._core.settled()
-        except asyncio.CancelledError:
+        except BaseException:
             # The caller will never hear of them.
             self._core.store.release(session_id, [lease.lease_id for lease in leases if lease.lease_id])
+            if reservation is not None:
+                self._core.store.abort(session_id, slot_refs(reservation))
             raise
         response = blocks_pb2.LookupAndLeaseResponse(boot_id=self._core.boot_id)
         for lease in leases:
             _add_lease(response, lease)
+        if reservation is not None and reservation.needs_slab is not None:
+            # Begun here, waited for in Reserve: what is held is not held up.
+            self._core.spawn(self._core.provide(reservation.needs_slab))
+        elif reservation is not None:
+            self._core.provide_ahead(session_id, request.queries[0].namespace_id)
+            response.reservation.CopyFrom(self._reserve_response(reservation))
         return response
 
     @guarded
@@ -78,20 +92,10 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
         try:
             await self._core.settled()
         except asyncio.CancelledError:
-            self._core.store.abort(
-                session_id, _slot_refs(reservation.slab_ids, reservation.slots, reservation.generations)
-            )
+            self._core.store.abort(session_id, slot_refs(reservation))
             raise
         self._core.provide_ahead(session_id, request.namespace_id)
-        return blocks_pb2.ReserveResponse(
-            slab_ids=reservation.slab_ids,
-            slots=reservation.slots,
-            generations=reservation.generations,
-            statuses=[int(status) for status in reservation.statuses],  # type: ignore[misc]
-            in_flight_age_ms=reservation.in_flight_age_ms,
-            short_reason=reservation.short_reason,
-            boot_id=self._core.boot_id,
-        )
+        return self._reserve_response(reservation)
 
     @guarded
     async def Commit(self, request: blocks_pb2.CommitRequest, context: Context) -> blocks_pb2.CommitResponse:  # noqa: N802
@@ -119,7 +123,7 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
     async def Abort(self, request: blocks_pb2.AbortRequest, context: Context) -> blocks_pb2.AbortResponse:  # noqa: N802
         session_id = session_id_of(context)
         check_parallel(slab_ids=request.slab_ids, slots=request.slots, generations=request.generations)
-        refs = _slot_refs(request.slab_ids, request.slots, request.generations)
+        refs = slot_refs(request)
         aborted = self._core.store.abort(session_id, refs)
         await self._core.settled()
         return blocks_pb2.AbortResponse(aborted=aborted)
@@ -190,6 +194,17 @@ class BlockService(blocks_pb2_grpc.BlockServiceServicer):
         self._core.store.check_session(session_id_of(context))
         return probe_handle(self._core)
 
+    def _reserve_response(self, reservation: Reservation) -> blocks_pb2.ReserveResponse:
+        return blocks_pb2.ReserveResponse(
+            slab_ids=reservation.slab_ids,
+            slots=reservation.slots,
+            generations=reservation.generations,
+            statuses=[int(status) for status in reservation.statuses],  # type: ignore[misc]
+            in_flight_age_ms=reservation.in_flight_age_ms,
+            short_reason=reservation.short_reason,
+            boot_id=self._core.boot_id,
+        )
+
     async def _wait_for_writers(self, session_id: bytes, queries: Sequence[Query], wait_s: float) -> None:
         """Waits until no query's next block is being written by another session, `wait_s` at most."""
         store = self._core.store
@@ -237,10 +252,6 @@ def _queries(queries: Sequence[blocks_pb2.Query]) -> list[Query]:
         )
         for query in queries
     ]
-
-
-def _slot_refs(slab_ids: Sequence[int], slots: Sequence[int], generations: Sequence[int]) -> list[SlotRef]:
-    return [SlotRef(*ref) for ref in zip(slab_ids, slots, generations, strict=True)]
 
 
 def _add_lease(response: blocks_pb2.LookupAndLeaseResponse, lease: LeaseResult) -> None:

@@ -1,5 +1,6 @@
 """The client against the real service, each a process of its own."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from kvstore_client import ForkedProcessError, Store, TransportUnavailableError
+from kvstore_client import ClosedError, ForkedProcessError, Store, TransportUnavailableError
 from kvstore_client.blocks import Origin
 from kvstore_client.request import Request
 from kvstore_client.testing import FAST, chain_of, content, digest, fill, identity, payload, plan, wait_for, write_chain
@@ -148,6 +149,62 @@ def test_another_process_reads_the_same_bytes(service: Service, opened: Open, tr
     assert service.private() == 0
     assert service.stats().leases == 0
     assert service.problems() == []
+
+
+@pytest.mark.parametrize(("transport", "calls"), [("fd", 1), ("bytes", 2)])
+def test_slots_come_with_the_look_up(service: Service, opened: Open, transport: str, calls: int) -> None:
+    store = opened(service.address, require_transport=transport)
+    ns = store.namespace_for(identity(), plan)
+    held, one, two = (chain_of((transport, name), 2) for name in ("held", "one", "two"))
+    with store.open_request(ns) as request:
+        request.reserve([b"".join(held)])
+        write_chain(request, held)
+        assert store.flush()
+    with store.open_request(ns) as request:
+        rows = [b"".join([*held, *one]), b"".join([*held, *two, one[0]])]
+        assert [len(m.blocks) for m in request.match(rows, anonymous=2)] == [2, 2]
+        # What the hook asks for: each digest once, repetitions and what comes next without one.
+        assert request.reserve([b"".join(one), b"".join(two)], 3) == ["write"] * 4
+        assert request.report().rpcs == calls
+        if transport == "fd":
+            taken = [request.take(d) for d in (*one, *two)] + [request.take() for _ in range(3)]
+            assert {block.origin for block in taken} == {Origin.PRIVATE}
+            assert len(set(taken)) == 7
+            assert request.take().origin is Origin.LOCAL, "nothing was reserved twice"
+    assert store.flush()
+    assert (service.private(), service.stats().leases, service.problems()) == (0, 0, [])
+
+
+def test_what_did_not_come_with_the_look_up_is_asked_for(service: Service, opened: Open) -> None:
+    store = opened(service.address, require_transport="fd")
+    ns = store.namespace_for(identity(), plan)
+    digests = chain_of("asked", 3)
+    with store.open_request(ns) as request:
+        assert request.match([b"".join(digests[:2])], anonymous=1)[0].reason == "not-found"
+        assert request.reserve([b"".join(digests)], 3) == ["write"] * 3
+        assert request.report().rpcs == 2
+        taken = [request.take(d) for d in digests] + [request.take() for _ in range(3)]
+        assert {block.origin for block in taken} == {Origin.PRIVATE}
+        assert request.take().origin is Origin.LOCAL
+        # It counts for the next reservation alone.
+        assert request.reserve([], 1) == []
+        assert request.take().origin is Origin.PRIVATE
+    assert store.flush()
+    assert (service.private(), service.stats().leases) == (0, 0)
+
+
+def test_slots_that_come_when_the_request_is_closed_go_back(service: Service, opened: Open) -> None:
+    store = opened(service.address, require_transport="fd")
+    ns = store.namespace_for(identity(), plan)
+    for round_ in range(30):
+        request = store.open_request(ns)
+        closing = threading.Timer(random.random() * 2e-3, request.close)
+        closing.start()
+        with contextlib.suppress(ClosedError):
+            request.match([b"".join(chain_of(("late", round_), 20))], anonymous=5)
+        closing.join()
+    assert store.flush()
+    assert (service.private(), service.stats().leases, service.problems()) == (0, 0, [])
 
 
 def test_two_workers_that_commit_the_same_chain_store_it_once(service: Service, opened: Open) -> None:

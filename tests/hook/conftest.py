@@ -50,7 +50,7 @@ class FakeRequest:
     def index(self) -> dict[bytes, tuple[Block, str]]:
         return self.store.index.setdefault(self.store.key(self.namespace), {})
 
-    def match(self, chains: Sequence[bytes], wait_ms: int = 0) -> list[Match]:
+    def match(self, chains: Sequence[bytes], wait_ms: int = 0, *, anonymous: int | None = None) -> list[Match]:
         self.calls.append(f"match:{wait_ms}")
         if self.store.on_match is not None:
             self.store.on_match(self, wait_ms)

@@ -53,6 +53,11 @@ def wait_until(condition, deadline_s=5.0):
         time.sleep(0.01)
 
 
+def has_memory(client, namespace, slots=16):
+    """So many slots come without another slab: a slab is one session's to write."""
+    client.abort(client.reserve(namespace, [], slots))
+
+
 def test_one_worker_writes_and_another_reads_the_same_bytes_in_place(worker, admin):
     shape = ModelShape("shared", block_bytes=4096 + 128)
     writer, reader = worker(name="writer"), worker(name="reader")
@@ -329,3 +334,84 @@ def test_the_next_reservation_finds_a_slab_that_was_allocated_meanwhile(launch):
         assert len(one.reserve(namespace, chain("more", 2)).slots) == 2
         # What it needed was there; another one follows only behind it.
         assert before == 2
+
+
+def test_a_look_up_brings_slots_for_what_is_not_held(worker, admin):
+    shape = ModelShape("rest")
+    writer, reader = worker(), worker()
+    namespace = writer.register(shape).namespace_id
+    reader.register(shape)
+    held, more, other = chain("rest", 3), chain("rest-more", 2), chain("rest-other", 1)
+    writer.publish(namespace, held, payloads_for(held, 4))
+    has_memory(reader, namespace)
+    rows = [(namespace, [*held, *more]), (namespace, [*held[:2], *other, *more]), (namespace, held)]
+    found = reader.look_up_and_reserve(rows, anonymous=4)
+    assert [len(lease.slots) for lease in found.leases] == [3, 2, 3]
+    # more, other: each once; more again in the second row has a slot without a digest.
+    assert list(found.reservation.statuses) == [blocks_pb2.RESERVE_STATUS_UNSPECIFIED] * 3
+    assert len(found.reservation.slots) == 3 + 2 + 4
+    assert found.reservation.boot_id == found.boot_id
+    # They are the caller's: it may write and commit them, and give all back.
+    payloads = payloads_for(more, 5)
+    for slab_id, slot, payload in zip(found.reservation.slab_ids, found.reservation.slots, payloads, strict=False):
+        segment, memory = reader.map(slab_id, writable=True)
+        memory[slot * segment.slot_bytes : slot * segment.slot_bytes + len(payload)] = payload
+    committed = reader.commit(namespace, found.reservation, more, [block_checksum(payload) for payload in payloads])
+    assert list(committed.committed) == [True, True]
+    assert reader.abort(found.reservation) == 9
+    assert len(writer.lookup_and_lease(namespace, more).slots) == 2
+    assert not integrity(admin).problems
+
+
+def test_a_look_up_that_finds_all_brings_only_the_further_slots(worker):
+    owner = worker()
+    namespace = owner.register(ModelShape("all-held")).namespace_id
+    digests = chain("all-held", 2)
+    owner.publish(namespace, digests, payloads_for(digests, 6))
+    has_memory(owner, namespace)
+    found = owner.look_up_and_reserve([(namespace, digests)], anonymous=2)
+    assert (list(found.reservation.statuses), len(found.reservation.slots)) == ([], 2)
+
+
+def test_no_slots_come_with_a_look_up_that_has_to_wait_for_a_writer(worker):
+    shape = ModelShape("rest-in-flight")
+    writer, reader = worker(), worker()
+    namespace = writer.register(shape).namespace_id
+    reader.register(shape)
+    digests = chain("rest-in-flight", 2)
+    writer.reserve(namespace, digests)
+    has_memory(reader, namespace)
+    found = reader.look_up_and_reserve([(namespace, digests)], anonymous=1)
+    assert found.leases[0].miss_reason == blocks_pb2.MISS_REASON_IN_FLIGHT
+    assert not found.HasField("reservation")
+    # Behind a block that nobody writes, the same ones are another's: that is a status, as in Reserve.
+    found = reader.look_up_and_reserve([(namespace, [*chain("rest-free", 1), *digests])])
+    assert list(found.reservation.statuses) == [0, *[blocks_pb2.RESERVE_STATUS_IN_FLIGHT] * 2]
+
+
+def test_memory_that_is_not_there_yet_does_not_hold_up_a_look_up(worker):
+    owner = worker()
+    namespace = owner.register(ModelShape("rest-grows")).namespace_id
+    digests = chain("rest-grows", 2)
+    owner.publish(namespace, digests, payloads_for(digests, 7))
+    rest, anonymous = chain("rest-grows-more", 3), 2000
+    found = owner.look_up_and_reserve([(namespace, [*digests, *rest])], anonymous)
+    assert len(found.leases[0].slots) == 2
+    assert not found.HasField("reservation")
+    reserved = owner.reserve(namespace, rest, anonymous)
+    assert (len(reserved.slots), reserved.short_reason) == (2003, "")
+
+
+def test_slots_with_a_look_up_are_of_one_namespace_and_bounded(worker, admin):
+    owner = worker()
+    spaces = [owner.register(ModelShape(name)).namespace_id for name in ("rest-one", "rest-two")]
+    digests = chain("rest-one", 1)
+    owner.publish(spaces[0], digests, payloads_for(digests, 8))
+    held = admin.GetStats(admin_pb2.GetStatsRequest(), timeout=DEADLINE_S)
+    code = code_of(owner.look_up_and_reserve, [(space, digests) for space in spaces])
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert code_of(owner.look_up_and_reserve, [(spaces[0], digests)], 2**31) is grpc.StatusCode.INVALID_ARGUMENT
+    assert code_of(owner.look_up_and_reserve, []) is grpc.StatusCode.INVALID_ARGUMENT
+    after = admin.GetStats(admin_pb2.GetStatsRequest(), timeout=DEADLINE_S)
+    assert [d.slots_private for d in after.devices] == [d.slots_private for d in held.devices]
+    assert after.leases == held.leases

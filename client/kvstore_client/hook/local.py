@@ -27,7 +27,7 @@ class LocalRequest:
         self._used: set[Block] = set()
         self._made = 0
 
-    def match(self, chains: Sequence[bytes], wait_ms: int = 0) -> list[Match]:
+    def match(self, chains: Sequence[bytes], wait_ms: int = 0, *, anonymous: int | None = None) -> list[Match]:
         """Nothing is ever held."""
         return [Match(reason="not-shared") for _ in chains]
 

@@ -28,6 +28,8 @@ _CPU = torch.device("cpu")
 # No wait for another worker lasts longer, whatever the estimate.
 MAX_WAIT_S = 30.0
 _WAIT_SLICE_MS = 500
+# Slots without a digest for each row: the copied last block, and what comes next.
+_ANONYMOUS = 1 + BLOCKS_AHEAD
 _COMMITTED, _IN_FLIGHT = "committed", "in_flight"
 
 
@@ -127,7 +129,7 @@ class _Opening:
     def _ask(self, device: torch.device, chains: list[list[bytes]], block_tokens: int, repeats: int) -> None:
         try:
             with on_device(device):
-                self._look_up(chains, block_tokens)
+                self._look_up(chains, block_tokens, len(chains) * repeats * _ANONYMOUS)
                 wanted, anonymous = _wanted(chains, self._matches, repeats)
                 statuses = self._request.reserve([b"".join(digests) for digests in wanted], anonymous)
         except BaseException as error:  # noqa: BLE001  raised by `fill`, in the caller's thread
@@ -136,11 +138,11 @@ class _Opening:
             digests = [digest for row in wanted for digest in row]
             self._reserved.set_result(dict(zip(digests, statuses, strict=True)))
 
-    def _look_up(self, chains: list[list[bytes]], block_tokens: int) -> None:
+    def _look_up(self, chains: list[list[bytes]], block_tokens: int, anonymous: int) -> None:
         request, clock = self._request, self._clock
         began = clock()
         joined = [b"".join(chain) for chain in chains]
-        matches = request.match(joined) if any(joined) else [Match() for _ in joined]
+        matches = request.match(joined, anonymous=anonymous) if any(joined) else [Match() for _ in joined]
         waiting = clock()
         missing = max(
             len(ids) - len(match.blocks) * block_tokens for ids, match in zip(self._prompt.ids, matches, strict=True)
@@ -219,9 +221,9 @@ def _wanted(chains: Sequence[list[bytes]], matches: Sequence[Match], repeats: in
         own = [digest for digest in chain[len(match.blocks) :] if digest not in seen]
         seen.update(own)
         wanted.append(own)
-        # Repeated blocks, a batch's blocks beyond the shared past, the copied last block, and what comes next.
+        # Repeated blocks, and a batch's blocks beyond the shared past.
         anonymous += len(chain) - len(match.blocks) - len(own)
-        anonymous += repeats * (1 + BLOCKS_AHEAD)
+        anonymous += repeats * _ANONYMOUS
     return wanted, anonymous
 
 

@@ -75,3 +75,20 @@ def check_lease(lease: pb.Lease, asked: int) -> None:
             f"lease {lease.lease_id} names {count} slots, {len(lease.slab_ids)} slabs and {len(lease.checksums)} "
             f"checksums for {asked} blocks; nothing of it was used"
         )
+
+
+def check_reservation(reply: pb.ReserveResponse, digests: int, anonymous: int) -> list[SlotRef]:
+    """The slots of a reservation: parallel arrays, no more of them than were asked for. Raises BadReplyError."""
+    refs = slots_of(reply)
+    counts = {len(refs), len(reply.slab_ids), len(reply.slots), len(reply.generations)}
+    if len(counts) != 1 or len(refs) > digests + anonymous or len(reply.statuses) != digests:
+        raise BadReplyError(
+            f"a reservation has {len(reply.slots)} slots and {len(reply.statuses)} states for {digests} digests and "
+            f"{anonymous} more; nothing of it was used"
+        )
+    return refs
+
+
+def slots_of(reply: pb.ReserveResponse) -> list[SlotRef]:
+    """The slots that a reservation names."""
+    return [SlotRef(*ref) for ref in zip(reply.slab_ids, reply.slots, reply.generations, strict=False)]

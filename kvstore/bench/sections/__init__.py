@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.bench.sections import fidelity, mappings, placement, runs, workers
+from kvstore.bench.sections import fidelity, mappings, placement, runs, turns, workers
 from kvstore.bench.stage import Stage
 
 
@@ -26,6 +26,7 @@ class Section:
 
 SECTIONS: tuple[Section, ...] = (
     Section("runs", "the runs, ours beside DynamicCache", runs.launcher("main"), runs.play),
+    Section("turns", "the long answer, ours and DynamicCache in turns", turns.launch, turns.play),
     Section("workers", "a second worker with the same prompt", workers.launch, workers.play),
     Section("placement", "blocks in host memory, computing on the device", workers.launch, placement.play),
     Section("fidelity", "int8 on a real text: this device against the CPU", fidelity.launch, fidelity.play),

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore.bench.stage import Stage
 from kvstore.demo.errors import DemoError
+from kvstore.fidelity.settings import VARIANTS
 
 _NAMES = ("reference", "tested")
 _TOKENS, _PREFILL = 400, 256
@@ -29,36 +30,50 @@ def launch(stage: Stage) -> None:
 
 
 def play(stage: Stage) -> None:
-    """KL divergence of the next-token distributions, in fp32 without TF32."""
+    """KL divergence of the next-token distributions, in fp32 without TF32, of the model and of its harder variants."""
     settings = stage.settings
-    model = "smollm2" if settings.folder else "tiny"
     if settings.folder is None and settings.on_gpu:
         stage.skip("fidelity on SmolLM2", settings.why_no_folder)
-    if settings.on_gpu:
-        stage.skip("fidelity on models with a large bias on K", "those models do not exist yet")
     launch(stage)
-    plans = []
+    for variant in VARIANTS:
+        if stage.out_of_time(f"fidelity, {variant}"):
+            continue
+        _play_variant(stage, variant)
+    for name in _NAMES:
+        stage.end_worker(name)
+
+
+def _play_variant(stage: Stage, variant: str) -> None:
+    settings = stage.settings
+    model = "smollm2" if settings.folder else "tiny"
+    arm = f"int8-{variant}"
     served = {"reference": stage.service("reference", "cpu"), "tested": stage.service("gpu", settings.device)}
+    plans = []
     for name in _NAMES:
         stage.worker(name)
-        plans.append(stage.attach(name, "int8", "int8", served[name].address))
+        plans.append(stage.attach(name, arm, "int8", served[name].address, variant=variant))
     if plans[0]["plan"] != plans[1]["plan"]:
         raise DemoError("the two workers have different codec plans: expected the one from the shared cache folder")
     tokens, prefill = (_TOKENS, _PREFILL) if model == "smollm2" else _SHORT
     ids = stage.workers["reference"].ask("text_ids", 60.0, tokens=tokens)
-    stored = str(stage.folder / "stored.pt")
-    reference = _logits(stage, "reference", "reference", ids, prefill, keep=stored)
-    runs: list[tuple[str, str, dict[str, Any]]] = [
-        ("given", "tested", {"given": stored}),
-        ("free", "tested", {}),
-        ("nudged", "reference", {"nudge": _NUDGE}),
-    ]
+    stored = str(stage.folder / f"{variant}.pt")
+
+    def logits(worker: str, how: str, **options: Any) -> str:
+        file = str(stage.folder / f"{variant}-{how}.npy")
+        stage.workers[worker].ask("teacher_forced", _RUN_S, arm=arm, ids=ids, prefill=prefill, target=file, **options)
+        return file
+
+    reference = logits("reference", "reference", keep=stored)
+    runs: list[tuple[str, str, dict[str, Any]]] = [("given", "tested", {"given": stored}), ("free", "tested", {})]
+    if variant == "plain":
+        runs.append(("nudged", "reference", {"nudge": _NUDGE}))
     for how, name, options in runs:
-        mean, largest, top = divergence(reference, _logits(stage, name, how, ids, prefill, **options))
+        mean, largest, top = divergence(reference, logits(name, how, **options))
         stage.add(
             "fidelity",
             how=how,
             model=model,
+            variant=variant,
             tokens=len(ids),
             prefill=prefill,
             kl_mean=mean,
@@ -67,14 +82,6 @@ def play(stage: Stage) -> None:
             plan=plans[0]["plan"],
             origin=plans[0]["origin"],
         )
-    for name in _NAMES:
-        stage.end_worker(name)
-
-
-def _logits(stage: Stage, worker: str, name: str, ids: list[int], prefill: int, **options: Any) -> str:
-    file = str(stage.folder / f"{name}.npy")
-    stage.workers[worker].ask("teacher_forced", _RUN_S, arm="int8", ids=ids, prefill=prefill, target=file, **options)
-    return file
 
 
 def divergence(reference: str, tested: str) -> tuple[float, float, float]:

@@ -195,25 +195,53 @@ class LookupAndLeaseRequest(_message.Message):
 
     QUERIES_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
     wait_ms: _builtins.int
     """If the next block of a query is being written by another session: wait this long at most for its commit. 0 = not at all. At most 60000."""
     @_builtins.property
     def queries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Query]:
         """One an answer."""
 
+    @_builtins.property
+    def reserve(self) -> Global___ReserveRest:
+        """If set: reserve slots in the same call for what turns out not to be held. All queries are of one namespace then."""
+
     def __init__(
         self,
         *,
         queries: _abc.Iterable[Global___Query] | None = ...,
         wait_ms: _builtins.int = ...,
+        reserve: Global___ReserveRest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queries", b"queries", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queries", b"queries", "reserve", b"reserve", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupAndLeaseRequest: _TypeAlias = LookupAndLeaseRequest  # noqa: Y015
+
+@_typing.final
+class ReserveRest(_message.Message):
+    """Slots for every digest behind the leases, each once, in the order of the queries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANONYMOUS_FIELD_NUMBER: _builtins.int
+    anonymous: _builtins.int
+    """Further slots without a digest; as many come on top as digests repeat."""
+    def __init__(
+        self,
+        *,
+        anonymous: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anonymous", b"anonymous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveRest: _TypeAlias = ReserveRest  # noqa: Y015
 
 @_typing.final
 class LookupAndLeaseResponse(_message.Message):
@@ -223,21 +251,29 @@ class LookupAndLeaseResponse(_message.Message):
 
     LEASES_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.bytes
     """See Welcome.boot_id."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
         """One a query, same order."""
 
+    @_builtins.property
+    def reservation(self) -> Global___ReserveResponse:
+        """What Reserve would have answered. Unset unless it was asked for, and when the caller has to wait: for a block in
+        flight, or (in Reserve) for memory.
+        """
+
     def __init__(
         self,
         *,
         leases: _abc.Iterable[Global___Lease] | None = ...,
         boot_id: _builtins.bytes = ...,
+        reservation: Global___ReserveResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "leases", b"leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "leases", b"leases", "reservation", b"reservation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
