@@ -22,6 +22,8 @@ class Bars:
     top1: float
 
 
+# A row's `how`, in words. Most measurements of others are of the first kind; an answer's steps are harder.
+HOW = {"prompt": "a prompt in passes of 64", "steps": "step by step"}
 BARS = {
     # 32: what the model computes in here. Beside the native cache in the same passes; the rest is rounding of sums.
     "passthrough": Bars(32.0, 1e-3, 1e-9, 100.0),
@@ -37,33 +39,30 @@ def claims_from(rows: Sequence[Row]) -> list[Claim]:
     """Every claim that the rows say something about, in the order of the table."""
     claims = []
     for codec, bars in BARS.items():
-        chosen = [row for row in rows if row["measure"] == "codec" and row["name"] == codec]
-        if not chosen:
+        measured = [row for row in rows if row["measure"] == "codec" and row["name"] == codec]
+        if not measured:
             continue
-        where = f"worst of {', '.join(row['variant'] for row in chosen)}"
         exact = codec == "passthrough"
-        claims += [
-            _claim(f"{codec}: bits a number, scales included", _worst(chosen, "bits"), "bits", "<=", bars.bits, exact),
-            _claim(
-                f"{codec}, {where}: change of perplexity",
-                max((abs(100 * row["perplexity_change"]) for row in chosen), key=_or_infinite),
-                "%",
-                "<=",
-                bars.perplexity,
-                exact,
-            ),
-            _claim(f"{codec}, {where}: mean KL", _worst(chosen, "kl_mean"), "nats", "<=", bars.kl, exact),
-            _claim(
-                f"{codec}, {where}: top-1 agreement",
-                -max((-100 * float(row["top1"]) for row in chosen), key=_or_infinite),
-                "%",
-                ">=",
-                bars.top1,
-                # Two best tokens that are equal to rounding may change places.
-                False,
-            ),
-        ]
+        claims.append(
+            _claim(f"{codec}: bits a number, scales included", _worst(measured, "bits"), "bits", "<=", bars.bits, exact)
+        )
+        for how, words in HOW.items():
+            chosen = [row for row in measured if row["how"] == how]
+            if chosen:
+                claims += _of(f"{codec}, {words}, worst of {', '.join(row['variant'] for row in chosen)}", chosen, bars)
     return claims
+
+
+def _of(name: str, rows: Sequence[Row], bars: Bars) -> list[Claim]:
+    exact = bars is BARS["passthrough"]
+    perplexity = max((abs(100 * row["perplexity_change"]) for row in rows), key=_or_infinite)
+    top1 = -max((-100 * float(row["top1"]) for row in rows), key=_or_infinite)
+    return [
+        _claim(f"{name}: change of perplexity", perplexity, "%", "<=", bars.perplexity, exact),
+        _claim(f"{name}: mean KL", _worst(rows, "kl_mean"), "nats", "<=", bars.kl, exact),
+        # Two best tokens that are equal to rounding may change places.
+        _claim(f"{name}: top-1 agreement", top1, "%", ">=", bars.top1, False),
+    ]
 
 
 def not_measured(rows: Sequence[Row]) -> list[str]:

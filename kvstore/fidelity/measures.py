@@ -6,6 +6,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,12 +85,22 @@ def compare(target: Divergence, reference: Iterable[torch.Tensor], found: Iterab
         at += len(theirs)
 
 
-def cuts(tokens: int, begin: int = 1) -> list[tuple[int, int]]:
-    """First and last of each pass over a window: `begin` tokens (a pass over nothing attends on what is fresh), then as
-    many as attend on codes, themselves included.
-    """
-    places = [0, *range(begin, tokens, MAX_DECODE_TOKENS), tokens]
-    return list(itertools.pairwise(places))
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a window is cut into passes: `begin` tokens, which attend on each other as they are, then `size` a pass."""
+
+    begin: int
+    size: int
+
+    def places(self, tokens: int) -> list[tuple[int, int]]:
+        """First and last of each pass over a window."""
+        return list(itertools.pairwise([0, *range(self.begin, tokens, self.size), tokens]))
+
+
+# As an answer is made, many steps at a time: each token attends on codes, its own included.
+STEPS = Cut(1, MAX_DECODE_TOKENS)
+# As a long prompt is computed in pieces: what a pass computes is exact to itself, all before it is codes.
+PROMPT = Cut(64, 64)
 
 
 @torch.no_grad()
@@ -99,9 +110,9 @@ def logits_at_once(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def logits_in_passes(model: Any, ids: torch.Tensor, cache: Any, begin: int = 1) -> Iterator[torch.Tensor]:
-    """Logits of each pass of `cuts`, [pass, vocabulary], through a cache that is empty at the beginning."""
-    for first, last in cuts(ids.shape[1], begin):
+def logits_in_passes(model: Any, ids: torch.Tensor, cache: Any, cut: Cut = STEPS) -> Iterator[torch.Tensor]:
+    """Logits of each pass of a cut, [pass, vocabulary], through a cache that is empty at the beginning."""
+    for first, last in cut.places(ids.shape[1]):
         with torch.no_grad():
             output = model(
                 input_ids=ids[:, first:last],
@@ -112,6 +123,6 @@ def logits_in_passes(model: Any, ids: torch.Tensor, cache: Any, begin: int = 1) 
         yield output.logits[0]
 
 
-def split(logits: torch.Tensor, begin: int = 1) -> Iterator[torch.Tensor]:
+def split(logits: torch.Tensor, cut: Cut = STEPS) -> Iterator[torch.Tensor]:
     """Logits of a window as `logits_in_passes` would give them."""
-    return (logits[first:last] for first, last in cuts(len(logits), begin))
+    return (logits[first:last] for first, last in cut.places(len(logits)))

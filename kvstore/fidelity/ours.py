@@ -10,7 +10,7 @@ import torch
 from kvstore.bench.models import twin
 from kvstore.demo.arms import SharedArm
 from kvstore.fidelity.interpose import Rounding
-from kvstore.fidelity.measures import logits_in_passes
+from kvstore.fidelity.measures import Cut, logits_in_passes
 
 
 def open_store(device: str) -> Any:
@@ -38,10 +38,10 @@ class Ours:
         """What the codec was calibrated on."""
         return str(self.arm.attachment.namespace().plan.origin)
 
-    def logits(self, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Logits of a window, pass by pass. Passes are as long as those that are read back from their codes."""
+    def logits(self, ids: torch.Tensor, cut: Cut) -> Iterator[torch.Tensor]:
+        """Logits of a window, pass by pass."""
         with self.arm.attachment.cache(ids[:, :1]) as cache:
-            yield from logits_in_passes(self.model, ids, cache)
+            yield from logits_in_passes(self.model, ids, cache, cut)
 
     def rounding(self, exact: list[tuple[torch.Tensor, torch.Tensor]], ids: torch.Tensor) -> Rounding:
         """What the cache gives back when these K and V of the layers, of `ids` [1, tokens], are written to it."""

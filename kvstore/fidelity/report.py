@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvstore.demo.claims import Row
 
 CACHES_HEAD = [
-    "cache", "variant", "bits", "perplexity, %", "KL, mean", "KL, 99 %", "KL, largest", "top-1, %", "worst layers",
+    "cache", "variant", "computed", "bits", "perplexity, %", "KL, mean", "KL, 99 %", "KL, largest", "top-1, %",
+    "worst layers",
 ]  # fmt: skip
 VARIANTS_HEAD = ["variant", "tokens", "perplexity", "logits beside plain"]
 GREEDY_HEAD = ["codec", "variant", "tokens", "equal until", "equal in place, %", "gap there"]
@@ -30,6 +31,7 @@ def cache_lines(rows: Sequence[Row]) -> list[list[str]]:
         [
             row["name"] if row["measure"] == "peer" else f"ours, {row['name']}",
             row["variant"],
+            row["how"],
             f"{row['bits']:.3g}",
             f"{100 * row['perplexity_change']:+.2f}",
             _small(row["kl_mean"]),

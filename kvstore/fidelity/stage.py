@@ -94,9 +94,11 @@ class Stage:
         settings = self.settings
         codecs = len(settings.codecs)
         tokens = settings.windows * settings.window
-        cost = tokens * (_AT_ONCE + codecs * _CODEC + self._peers * _PEER + self._caches * _OWN_CACHE)
+        # Each in steps and as a prompt; passthrough in steps, and the native cache so, too.
+        cost = tokens * (_AT_ONCE + 2 * codecs * _CODEC + self._peers * _PEER)
+        cost += settings.window * self._caches * _OWN_CACHE
         if "passthrough" in settings.codecs:
-            cost += tokens * _IN_PASSES
+            cost += tokens * (_IN_PASSES - _CODEC)
         cost += min(PROBE_TOKENS, settings.window) * _LAYER * (codecs + self._peers)
         cost += (codecs + 1) * settings.greedy * _STEP
         if settings.needle:

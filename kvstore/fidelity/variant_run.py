@@ -16,7 +16,7 @@ from kvstore.demo.arms import NativeArm
 from kvstore.demo.claims import Row
 from kvstore.fidelity.caches import OwnCache
 from kvstore.fidelity.interpose import Rounding, exact_keys_values, layer_errors, rounded
-from kvstore.fidelity.measures import Divergence, compare, logits_at_once, logits_in_passes, split
+from kvstore.fidelity.measures import PROMPT, STEPS, Cut, Divergence, compare, logits_at_once, logits_in_passes, split
 from kvstore.fidelity.ours import Ours
 from kvstore.fidelity.peers import Scheme
 from kvstore.fidelity.settings import NEEDLE_ANSWER_TOKENS, NEEDLE_DEPTHS, PROBE_TOKENS
@@ -26,6 +26,9 @@ from kvstore.fidelity.tasks import Needle, agreement, needles
 # What a cache that doesn't serve this model raises, ours or transformers' own: a row, and the others go on.
 FAILURES = (KVStoreError, KernelError, RuntimeError, ValueError, TypeError, AttributeError, ImportError, IndexError)
 NO_CACHE = "native"
+CUTS = {"steps": STEPS, "prompt": PROMPT}
+# Groups of HQQ's 4 bits are packed in pairs, and an odd number of them can't be unpacked: no pass of one token.
+_EVEN = Cut(MAX_DECODE_TOKENS, MAX_DECODE_TOKENS)
 ONE_PASS, SAME_PASSES = "native, one pass", "native, same passes"
 
 
@@ -90,22 +93,26 @@ class VariantRun:
             difference=difference,
         )
         for codec, ours in self._ours.items():
-            self._row("codec", codec, ours.bits, SAME_PASSES if codec == "passthrough" else ONE_PASS, ours.origin)
+            for how in CUTS if codec != "passthrough" else ("steps",):
+                reference = SAME_PASSES if codec == "passthrough" else ONE_PASS
+                self._row("codec", codec, ours.bits, reference, ours.origin, how=how)
         dim = _head_dim(self._model)
         for peer in self._peers.values():
             self._row("peer", peer.name, peer.bits(dim), ONE_PASS, "rounding of K and V, simulated")
         for cache in self._caches.values():
             self._row("peer", cache.name, cache.bits, ONE_PASS, "run as it is; its newest tokens are exact")
 
-    def _row(self, measure: str, name: str, bits: float, reference: str, note: str) -> None:
+    def _row(self, measure: str, name: str, bits: float, reference: str, note: str, how: str = "") -> None:
+        seen = f"{name}, {how}" if how else name
         self._stage.add(
             measure,
             name=name,
             variant=self._name,
+            how=how,
             bits=bits,
             reference=reference,
-            **self._seen[name].summary(),
-            seconds=self._seconds[name],
+            **self._seen[seen].summary(),
+            seconds=self._seconds[seen],
             note=note,
         )
 
@@ -117,26 +124,34 @@ class VariantRun:
         compare(self._seen[NO_CACHE], [native], [native], ids)
         stage.done("at once", tokens)
         for codec, ours in list(self._ours.items()):
-            exact = codec == "passthrough"
-            # The same sums in the same order, as far as attention allows: what differs is the cache.
-            reference = (
-                logits_in_passes(self._model, ids, DynamicCache(config=self._model.config)) if exact else split(native)
-            )
-            if self._compared(codec, reference, ours.logits(ids), ids):
-                stage.done("codec", tokens)
-            else:
+            if not self._codec(codec, ours, native, ids):
                 self._ours.pop(codec).close()
-            if exact:
-                stage.done("in passes", tokens)
         for peer in list(self._peers.values()):
             with rounded(self._model, peer.rounding, peer.group):
                 if not self._compared(peer.name, [native], _once(self._model, ids), ids):
                     del self._peers[peer.name]
             stage.done("peer", tokens)
-        for cache in list(self._caches.values()):
-            if not self._compared(cache.name, split(native, MAX_DECODE_TOKENS), _through(self._model, ids, cache), ids):
+        # Slow, and only there to be compared with: one window is enough.
+        for cache in list(self._caches.values()) if not self.windows else ():
+            if not self._compared(cache.name, split(native, _EVEN), _through(self._model, ids, cache), ids):
                 del self._caches[cache.name]
             stage.done("own cache", tokens)
+
+    def _codec(self, codec: str, ours: Ours, native: torch.Tensor, ids: torch.Tensor) -> bool:
+        """One window of one of ours, cut in each way. False if it fails."""
+        if codec == "passthrough":
+            # The same sums in the same order, as far as attention allows: what differs is the cache.
+            cache = DynamicCache(config=self._model.config)
+            reference = logits_in_passes(self._model, ids, cache)
+            found = self._compared(f"{codec}, steps", reference, ours.logits(ids, STEPS), ids)
+            self._stage.done("in passes", ids.shape[1])
+            self._stage.done("codec", ids.shape[1])
+            return found
+        for how, cut in CUTS.items():
+            if not self._compared(f"{codec}, {how}", split(native, cut), ours.logits(ids, cut), ids):
+                return False
+            self._stage.done("codec", ids.shape[1])
+        return True
 
     def _compared(
         self, name: str, reference: Iterable[torch.Tensor], found: Iterable[torch.Tensor], ids: torch.Tensor
@@ -241,8 +256,7 @@ def _once(model: Any, ids: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def _through(model: Any, ids: torch.Tensor, cache: OwnCache) -> Iterable[torch.Tensor]:
-    # HQQ packs two groups of 4 bits into a byte, and can't unpack an odd number of them: no pass of one token.
-    yield from logits_in_passes(model, ids, cache.make(model.config), MAX_DECODE_TOKENS)
+    yield from logits_in_passes(model, ids, cache.make(model.config), _EVEN)
 
 
 def _head_dim(model: Any) -> int:

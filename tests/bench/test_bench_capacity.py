@@ -189,9 +189,10 @@ def figures(shift: float) -> dict[str, Any]:
 def fidelity_file(folder: Path, **changes: Any) -> Path:
     rows = [
         {"measure": "model", "model": "little", "text": "Hamlet", "windows": 2, "window": 64, "layers": 2},
-        {"measure": "codec", "name": "int8", "variant": "plain", "bits": 8.25, **figures(0.1)},
-        {"measure": "codec", "name": "int8", "variant": "bias", "bits": 8.25, **figures(2.0)},
-        {"measure": "codec", "name": "passthrough", "variant": "plain", "bits": 16.0, **figures(0.0)},
+        {"measure": "codec", "name": "int8", "variant": "plain", "how": "steps", "bits": 8.25, **figures(0.1)},
+        {"measure": "codec", "name": "int8", "variant": "bias", "how": "steps", "bits": 8.25, **figures(2.0)},
+        {"measure": "codec", "name": "int8", "variant": "bias", "how": "prompt", "bits": 8.25, **figures(0.2)},
+        {"measure": "codec", "name": "passthrough", "variant": "plain", "how": "steps", "bits": 16.0, **figures(0.0)},
         {"measure": "failed", "what": "passthrough", "variant": "bias", "error": "no"},
         {"measure": "peer", "name": "fp8", "variant": "plain", "bits": 8.0, **figures(0.5)},
     ]

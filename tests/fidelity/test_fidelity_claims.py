@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def codec(name: str = "int8", variant: str = "plain", **fields: Any) -> dict[str, Any]:
     row = {
-        "measure": "codec", "name": name, "variant": variant, "bits": 8.25, "kl_mean": 1e-4, "kl_p99": 1e-3,
-        "kl_max": 0.1, "top1": 0.995, "perplexity_change": 0.0001,
+        "measure": "codec", "name": name, "variant": variant, "how": "steps", "bits": 8.25, "kl_mean": 1e-4,
+        "kl_p99": 1e-3, "kl_max": 0.1, "top1": 0.995, "perplexity_change": 0.0001,
     }  # fmt: skip
     return {**row, **fields}
 
@@ -68,6 +68,15 @@ def test_the_worst_variant_counts(part: str, field: str, on: float, beside: floa
                 assert "scaled" in claim.name
 
 
+def test_a_prompt_and_steps_are_claims_of_their_own() -> None:
+    rows = [codec(how="prompt", kl_mean=1e-4), codec(kl_mean=3e-4), codec(variant="bias", how="prompt", kl_mean=1.5e-4)]
+    prompt, steps = (
+        only(rows, part) for part in ("64, worst of plain, bias: mean", "step by step, worst of plain: mean")
+    )
+    assert (prompt.value, prompt.holds, steps.value, steps.holds) == (1.5e-4, True, 3e-4, False)
+    assert len(claims_from(rows)) == 7
+
+
 def test_rows_of_others_are_no_claim_of_ours() -> None:
     assert only([codec(), codec(measure="peer", kl_mean=1.0)], "mean KL").holds
 
@@ -77,7 +86,7 @@ def test_passthrough_must_be_exact() -> None:
     assert all(claim.holds for claim in claims_from([codec("passthrough", **fields)]))
     inexact = claims_from([codec("passthrough", **{**fields, "kl_mean": 2e-9})])
     assert [claim.name for claim in inexact if claim.wrong and not claim.holds] == [
-        "passthrough, worst of plain: mean KL"
+        "passthrough, step by step, worst of plain: mean KL"
     ]
     assert not any(claim.wrong for claim in claims_from([codec()]))
 

@@ -94,7 +94,15 @@ def test_a_whole_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         "kvstore fidelity tiny --codecs passthrough,int8 --tokens 160 --window 80 --variants plain,scaled --greedy 4"
     )
     rows = results["rows"]
-    codecs = {(row["name"], row["variant"]): row for row in rows if row["measure"] == "codec"}
+    codecs = {(row["name"], row["variant"]): row for row in rows if row["measure"] == "codec" and row["how"] == "steps"}
+    prompts = {
+        (row["name"], row["variant"]): row for row in rows if row["measure"] == "codec" and row["how"] == "prompt"
+    }
+    assert set(prompts) == {("int8", "plain"), ("int8", "scaled")}
+    for key, row in prompts.items():
+        assert row["positions"] == 158
+        # The newest tokens of a pass are exact to each other.
+        assert row["kl_mean"] < codecs[key]["kl_mean"]
     assert set(codecs) == {(name, variant) for name in ("passthrough", "int8") for variant in ("plain", "scaled")}
     for (name, _), row in codecs.items():
         # Two windows, without the first position of each.
@@ -129,21 +137,22 @@ def test_a_whole_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_codec_that_fails_is_a_row_and_the_others_go_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from kvstore.fidelity.measures import Cut
     from kvstore.fidelity.ours import Ours
 
     logits = Ours.logits
 
-    def broken(self: Ours, ids: torch.Tensor) -> Any:
+    def broken(self: Ours, ids: torch.Tensor, cut: Cut) -> Any:
         if self.codec == "int8":
             raise RuntimeError("no room")
-        yield from logits(self, ids)
+        yield from logits(self, ids, cut)
 
     monkeypatch.setattr(Ours, "logits", broken)
     code, results = measured(folder, tmp_path, "--variants", "plain", "--no-peers", "--greedy", "0", "--codecs",
                              "int8,passthrough")  # fmt: skip
     assert code == 1
     failed = [row for row in results["rows"] if row["measure"] == "failed"]
-    assert [(row["what"], row["error"]) for row in failed] == [("int8", "RuntimeError: no room")]
+    assert [(row["what"], row["error"]) for row in failed] == [("int8, steps", "RuntimeError: no room")]
     assert [row["name"] for row in results["rows"] if row["measure"] == "codec"] == ["passthrough"]
 
 

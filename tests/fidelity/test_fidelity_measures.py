@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from kvstore.demo.models import load
 from kvstore.fidelity.interpose import exact_keys_values, layer_errors, rounded
-from kvstore.fidelity.measures import Divergence, compare, cuts, logits_at_once, logits_in_passes, split
+from kvstore.fidelity.measures import PROMPT, STEPS, Divergence, compare, logits_at_once, logits_in_passes, split
 from kvstore.fidelity.tasks import agreement, needles
 
 torch.set_num_threads(1)
@@ -83,18 +83,20 @@ def test_each_position_is_paired_with_the_token_that_follows() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 32, 33, 34, 65, 100])
 def test_passes_are_read_back_from_their_codes(tokens: int) -> None:
-    passes = cuts(tokens)
+    passes = STEPS.places(tokens)
     assert [token for first, last in passes for token in range(first, last)] == list(range(tokens))
     assert passes[0] == (0, 1)
     assert all(last - first <= MAX_DECODE_TOKENS for first, last in passes)
-    longer = cuts(tokens, MAX_DECODE_TOKENS)
-    assert [token for first, last in longer for token in range(first, last)] == list(range(tokens))
+    prompt = PROMPT.places(tokens)
+    assert [token for first, last in prompt for token in range(first, last)] == list(range(tokens))
+    # But for the last one: what is fresh is exact to itself.
+    assert all(last - first > MAX_DECODE_TOKENS for first, last in prompt[:-1])
 
 
 def test_passes_over_the_native_cache_are_one_pass(model: Any) -> None:
     whole = logits_at_once(model, ids(70))
     passes = list(logits_in_passes(model, ids(70), DynamicCache(config=model.config)))
-    assert [len(part) for part in passes] == [len(part) for part in split(whole)]
+    assert [len(part) for part in passes] == [len(part) for part in split(whole)] == [1, 32, 32, 5]
     assert torch.allclose(torch.cat(passes), whole, atol=1e-4)
 
 

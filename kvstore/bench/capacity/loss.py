@@ -43,12 +43,14 @@ def read_losses(given: Path | None, codecs: Sequence[str], default: Path = DEFAU
 
 
 def worst(codec: str, rows: Sequence[dict[str, Any]]) -> Row:
-    """The worst of each figure over the variants; not a number is the worst there is. KL in nats, the others shares."""
+    """The worst of each figure over the variants, in steps and as a prompt; not a number is the worst there is. KL in
+    nats, the others shares.
+    """
     kl, top1, change = ([_figure(row, name) for row in rows] for name in FIGURES)
     return {
         "measure": "loss",
         "codec": codec,
-        "variants": [str(row["variant"]) for row in rows],
+        "variants": list(dict.fromkeys(str(row["variant"]) for row in rows)),
         "kl_mean": max(kl, key=_or_infinite),
         "top1": min(top1, key=lambda value: -_or_infinite(-value)),
         "perplexity_change": max(change, key=lambda value: _or_infinite(abs(value))),
