@@ -8,6 +8,8 @@ from kvstore.bench.stage import Stage
 
 ARM = "int8-host"
 LOCAL = "int8"
+# Of some dozen steps each: with two that count, one disturbed run decides.
+_STEP_REPEATS = 9
 
 
 def play(stage: Stage) -> None:
@@ -40,7 +42,8 @@ def play(stage: Stage) -> None:
     local_seed = stage.next_seed()
     stage.run("main", LOCAL, first_token, seed=local_seed)
     stage.flush("main", LOCAL)
-    for repeat in range(3):
+    for repeat in range(_STEP_REPEATS):
+        # In turns: a busy host falls on both.
         host = stage.run("second", ARM, decode, seed=seed)
         local = stage.run("second", LOCAL, decode, seed=local_seed)
         block_bytes = stage.attached["second"][ARM]["block_bytes"]
