@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import pytest
@@ -20,14 +21,12 @@ from kvstore_client.hook.plan import model_plan
 from kvstore_client.hook.versions import check_transformers
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
     DynamicCache,
-    Gemma2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
-    MistralConfig,
     Phi3Config,
-    Qwen2Config,
+    Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -126,30 +125,17 @@ def _model(config: Any) -> Any:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (lambda: MistralConfig(**_SMALL, sliding_window=16), "layer 0 is sliding_attention"),
-        (lambda: Gemma2Config(**_SMALL, head_dim=16), "layer 0 is sliding_attention"),
         (
-            lambda: Qwen2Config(**_SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1),
-            "layer 1 is sliding_attention",
+            lambda: Llama4TextConfig(**_SMALL, num_local_experts=2, intermediate_size_mlp=32),
+            "layer 0 is chunked_attention",
+        ),
+        (
+            lambda: Qwen3NextConfig(
+                **_SMALL, num_experts=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+            ),
+            "layer 0 is linear_attention",
         ),
         (lambda: MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=1, state_size=4), "mamba"),
-        (
-            lambda: DeepseekV3Config(
-                **_SMALL,
-                n_routed_experts=2,
-                moe_intermediate_size=16,
-                kv_lora_rank=8,
-                q_lora_rank=8,
-                n_group=1,
-                topk_group=1,
-                num_experts_per_tok=1,
-                first_k_dense_replace=2,
-                qk_rope_head_dim=8,
-                qk_nope_head_dim=8,
-                v_head_dim=16,
-            ),
-            "latent attention",
-        ),
         (
             lambda: LlamaConfig(**_SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
             "RoPE of type 'dynamic'",
@@ -170,7 +156,7 @@ def _model(config: Any) -> Any:
             "RoPE of type 'longrope'",
         ),
     ],
-    ids=["window", "gemma2", "qwen2-windows", "mamba", "deepseek", "dynamic", "longrope"],
+    ids=["chunks", "linear", "mamba", "dynamic", "longrope"],
 )
 def test_models_are_refused_by_name_and_reason_b164(store: Any, config: Any, reason: str) -> None:
     model = _model(config())
@@ -260,10 +246,43 @@ def test_calibration_is_deterministic_and_says_where_its_ids_come_from(kit: Any)
     assert "seed" in calibration_ids(100, 10, letters)[1]
 
 
-def test_shapes_that_the_config_does_not_tell_are_refused(kit: Any, store: Any) -> None:
+def test_shapes_are_those_that_the_model_caches(kit: Any, store: Any) -> None:
     model = kit.build("llama")
+    ids = kit.ids_of(70, 1)
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False)
     model.config.num_key_value_heads = 1
-    with pytest.raises(UnsupportedModelError, match="layer 0 has K of 2 heads of 64"):
+    with attach(store, model, codec="passthrough") as attachment:
+        assert (attachment.plan.kv_heads, attachment.plan.k_dim) == (2, 64)
+        assert torch.equal(expected, model.generate(ids, max_new_tokens=3, do_sample=False))
+
+
+def test_layers_that_differ_are_refused(kit: Any, store: Any) -> None:
+    model = kit.build("llama")
+    attention = model.model.layers[1].self_attn
+    for name in ("k_proj", "v_proj"):
+        setattr(attention, name, torch.nn.Linear(getattr(attention, name).in_features, 64, bias=False))
+    attention.num_key_value_groups = 4
+    with pytest.raises(UnsupportedModelError, match=r"different shapes.*\(1, 64, 64\), \(2, 64, 64\)"):
+        attach(store, model)
+    assert not store.namespaces
+
+
+def test_a_model_that_keeps_no_cache_of_keys_and_values_is_refused_by_name(kit: Any, store: Any) -> None:
+    model = kit.build("llama")
+    stock = type(model.model.layers[1].self_attn).forward
+
+    def own_cache(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return stock(self, *args, past_key_values=None, **kwargs)
+
+    model.model.layers[1].self_attn.forward = types.MethodType(own_cache, model.model.layers[1].self_attn)
+    with pytest.raises(UnsupportedModelError, match=r"layers \[1\] updated the cache \[0\] times"):
+        attach(store, model)
+
+    def tuples(self: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return past_key_values[0][0].shape
+
+    model.model.layers[1].self_attn.forward = types.MethodType(tuples, model.model.layers[1].self_attn)
+    with pytest.raises(UnsupportedModelError, match="does not run on a cache of keys and values alone"):
         attach(store, model)
 
 

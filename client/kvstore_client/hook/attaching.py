@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore_kernels import gpu
@@ -10,8 +12,15 @@ from kvstore_kernels.errors import KernelError
 from transformers import PreTrainedModel
 
 from kvstore_client.hook.attachment import Attachment, attached, lock
+from kvstore_client.hook.calibration import with_real_shapes
 from kvstore_client.hook.choice import choose, choose_codecs
-from kvstore_client.hook.errors import AttachError, UnsupportedModelError
+from kvstore_client.hook.errors import (
+    AttachError,
+    CacheStateError,
+    SelfCheckError,
+    UnsupportedInputError,
+    UnsupportedModelError,
+)
 from kvstore_client.hook.fingerprint import Fingerprint
 from kvstore_client.hook.plan import model_plan
 from kvstore_client.hook.selfcheck import layout_of, self_check
@@ -20,6 +29,8 @@ from kvstore_client.hook.versions import check_transformers
 
 if TYPE_CHECKING:
     from kvstore_client.hook.seam import StoreLike
+
+_logger = logging.getLogger(__name__)
 
 
 def attach(
@@ -72,6 +83,13 @@ def attach(
             return _same(existing, store, codec=codec, commit=commit, fallback=fallback, salt=salt,
                          min_fidelity=min_fidelity)  # fmt: skip
         plan = model_plan(model)
+        with on_device(plan.device):
+            plan = with_real_shapes(model, plan)
+        if plan.gathers and max_error is not None:
+            raise AttachError(
+                f"max_error={max_error!r}: {plan.name} computes its attention itself ({plan.gathers}), so nothing can "
+                "be measured on it; choose a codec"
+            )
         fingerprint = Fingerprint(model)
         chosen = choose(
             store,
@@ -96,14 +114,38 @@ def attach(
         with on_device(plan.device):
             # First on the stock attention: it finds out the real shapes.
             attachment.namespace()
-            attachment.install()
-            try:
-                self_check(model, plan)
-            except BaseException:
-                attachment.uninstall()
-                raise
+            _check(attachment)
         attached[model] = attachment
     return attachment
+
+
+def _check(attachment: Attachment) -> None:
+    """Installs the attachment and compares logits. A model that does more with K and V than to hand them to its
+    attention gets them as tensors.
+    """
+    attachment.install()
+    try:
+        try:
+            self_check(attachment.model, attachment.plan)
+        except SelfCheckError:
+            raise
+        except (TypeError, AttributeError, CacheStateError, UnsupportedInputError) as error:
+            if attachment.plan.gathers:
+                raise UnsupportedModelError(f"{attachment.plan.name} can't be served: {error}") from error
+            attachment.uninstall()
+            attachment.plan = replace(attachment.plan, gathers=f"its attention asks for more: {error}")
+            attachment.install()
+            self_check(attachment.model, attachment.plan)
+    except BaseException:
+        attachment.uninstall()
+        raise
+    if attachment.plan.gathers:
+        _logger.warning(
+            "%s computes its attention itself (%s): K and V are dequantized for it layer by layer, which costs time "
+            "over a long context; padded batches run on its native cache",
+            attachment.plan.name,
+            attachment.plan.gathers,
+        )
 
 
 def _check_kinds(*, codec: object, overrides: object, max_error: object, min_fidelity: object) -> None:

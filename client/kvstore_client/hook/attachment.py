@@ -195,6 +195,7 @@ class Attachment:
             max_block_error=None if self.min_fidelity is None else 1 - self.min_fidelity,
             background=background,
             first_token=self._first.of,
+            gathers=bool(self.plan.gathers),
         )
 
     def cache(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> KVStoreCache:
@@ -247,15 +248,15 @@ class Attachment:
     ) -> None:
         """One pass over new tokens [rows, n] for their K and V only. Mask and positions may lie on the CPU."""
         device = self.plan.device
-        arguments: dict[str, Any] = {"logits_to_keep": 1} if self._takes_logits_to_keep() else {}
+        known = {"logits_to_keep": 1, "position_ids": positions.to(device)}
+        taken = inspect.signature(self.model.forward).parameters
         with torch.no_grad(), on_device(device):
             self.model(
                 input_ids=ids.to(device),
                 attention_mask=None if mask is None else mask.to(device),
-                position_ids=positions.to(device),
                 past_key_values=cache,
                 use_cache=True,
-                **arguments,
+                **{name: value for name, value in known.items() if name in taken},
             )
 
     def record(self, report: HitReport) -> None:
@@ -298,14 +299,12 @@ class Attachment:
             # No other path could serve these calls: they ask for the store's blocks.
             raise UnsupportedInputError(f"{hook}; remove it first")
 
-    def _takes_logits_to_keep(self) -> bool:
-        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
-
     # -- the model --------------------------------------------------------------------------------------------
 
     def install(self) -> None:
         """Puts our methods on the model's instance. For attach()."""
-        attention.install(self.model.config)
+        if not self.plan.gathers:
+            attention.install(self.model.config)
         kind: Any = type(self.model)
         self._set("generate", types.MethodType(generate_method(kind.generate, attached.get), self.model))
         prepare_inputs = prepare_inputs_method(kind.prepare_inputs_for_generation)
@@ -322,7 +321,8 @@ class Attachment:
         for name, value in self._fields.items():
             if self.model.__dict__.get(name) is value:
                 del self.model.__dict__[name]
-        attention.uninstall(self.model.config)
+        if not self.plan.gathers:
+            attention.uninstall(self.model.config)
 
     def detach(self) -> None:
         """Puts the model back as it was. Idempotent. Caches that are still open stay readable, but can't generate."""

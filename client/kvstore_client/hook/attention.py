@@ -11,10 +11,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    and_masks,
+    causal_mask_function,
+    sliding_window_overlay,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvstore_client.hook.errors import AttachError, UnsupportedInputError
@@ -24,6 +31,9 @@ if TYPE_CHECKING:
     from kvstore_client.hook.state import CacheState
 
 PREFIX = "kvstore_"
+# The code of what transformers composes a window's mask of: closures, made anew in each pass.
+_BOTH = and_masks(causal_mask_function).__code__
+_WINDOW = sliding_window_overlay(1).__code__
 _lock = threading.Lock()
 # id(config) -> (config, implementation before, attachments): models may share one config object.
 _installed: dict[int, tuple[Any, str | None, int]] = {}
@@ -78,18 +88,41 @@ def attention_function(previous: str) -> Callable[..., Any]:
     return kvstore_attention
 
 
+def window_of(mask: Any) -> int | None:
+    """How many tokens, its own included, each one sees under transformers' mask function; None: all before it.
+
+    Raises UnsupportedInputError for a mask that is anything else.
+    """
+    if mask is causal_mask_function:
+        return None
+    parts = _captured(mask, _BOTH, "mask_functions")
+    if isinstance(parts, tuple) and len(parts) == 2 and causal_mask_function in parts:
+        window = _captured(parts[parts[0] is causal_mask_function], _WINDOW, "sliding_window")
+        if isinstance(window, int) and window > 0:
+            return window
+    raise UnsupportedInputError(
+        "the model asked for a mask that is neither causal nor a sliding window over that (packed sequences, chunks, "
+        "or an overlay): this cache doesn't serve it; leave position_ids that start anew, and the overlay, out"
+    )
+
+
+def _captured(function: Any, code: CodeType, name: str) -> Any:
+    """What a closure of transformers' own has captured under a name; None if the function is another one."""
+    if getattr(function, "__code__", None) is not code or name not in code.co_freevars:
+        return None
+    captured: Any = function.__closure__[code.co_freevars.index(name)].cell_contents
+    return captured
+
+
 def mask_function(previous: str) -> Callable[..., Any]:
     """The mask function: row starts, int32 [rows, 1, 1, 1], for our caches; the mask of `previous` for others."""
 
     def kvstore_mask(*args: Any, **kwargs: Any) -> Any:
         length = kwargs.get("kv_length")
         if type(length) is CacheLength:
-            if kwargs.get("mask_function", causal_mask_function) is not causal_mask_function:
-                raise UnsupportedInputError(
-                    "the model asked for a mask that is more than causal (a window, packed sequences, or an overlay); "
-                    "this cache serves plain causal attention only"
-                )
-            return length.state.begin(kwargs["batch_size"], kwargs["q_length"], kwargs.get("attention_mask")).mask
+            window = window_of(kwargs.get("mask_function", causal_mask_function))
+            step = length.state.begin(kwargs["batch_size"], kwargs["q_length"], kwargs.get("attention_mask"))
+            return step.mask if window is None else step.windowed(window)
         if previous not in ALL_MASK_ATTENTION_FUNCTIONS:
             return None
         return ALL_MASK_ATTENTION_FUNCTIONS[previous](*args, **kwargs)

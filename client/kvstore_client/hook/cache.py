@@ -42,14 +42,13 @@ class KVStoreLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # untyped
         """Nothing to do: blocks are taken as tokens come."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Writes new K and V [rows, kv_heads, q, dim]; returns stand-ins for all of the layer's."""
+        """Writes new K and V [rows, kv_heads, q, dim]; returns what stands for all of the layer's, or those tensors."""
         stored = self._state.update(self._layer, key_states, value_states)
-        return stored, stored
+        return stored.gathered() if self._state.gathers else (stored, stored)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(cached + new positions, 0)."""
-        self._state.ready()
-        return CacheLength.of(self._state.length + query_length, self._state), 0
+        return _mask_sizes(self._state, query_length)
 
     def get_seq_length(self) -> int:
         """Cached batch positions, padding included."""
@@ -116,9 +115,11 @@ class KVStoreCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Writes one layer's new K and V [rows, kv_heads, q, dim]; returns stand-ins for all of the layer's."""
+        """Writes one layer's new K and V [rows, kv_heads, q, dim]; returns what stands for all of the layer's, or, to
+        models whose attention is their own, those tensors.
+        """
         stored = self.state.update(layer_idx, key_states, value_states)
-        return stored, stored
+        return stored.gathered() if self.state.gathers else (stored, stored)
 
     def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's K and V dequantized: float32 [rows, kv_heads, length, dim], zeros for padding."""
@@ -130,8 +131,7 @@ class KVStoreCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(cached + new positions, 0)."""
-        self.state.ready()
-        return CacheLength.of(self.state.length + query_length, self.state), 0
+        return _mask_sizes(self.state, query_length)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: no maximum."""
@@ -215,3 +215,9 @@ class KVStoreCache(Cache):
 
     def __repr__(self) -> str:
         return f"KVStoreCache(rows={len(self.state.rows)}, length={self.state.length}, layers={len(self.layers)})"
+
+
+def _mask_sizes(state: CacheState, query_length: int) -> tuple[int, int]:
+    state.ready()
+    length = state.length + query_length
+    return (length if state.gathers else CacheLength.of(length, state)), 0

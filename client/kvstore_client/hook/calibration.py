@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.resources
+import inspect
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,76 @@ from kvstore_client.hook.errors import UnsupportedModelError
 from kvstore_client.hook.plan import ModelPlan, vocabulary_of
 
 CALIBRATION_TOKENS = 1024
+_SHAPE_TOKENS = 4
 _SEED = 20261130
 _TEXT = "calibration_text.txt"
+
+
+class _ShapesCache(Cache):
+    """Hands K and V through and keeps their shapes. For one forward pass without a past."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=[_ObservedLayer(self, layer) for layer in range(layers)])
+        self.shapes: list[list[tuple[int, int, int]]] = [[] for _ in range(layers)]
+        self.dtypes: set[torch.dtype] = set()
+
+    def observe(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        for tensor, name in ((key, "K"), (value, "V")):
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+                shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                raise UnsupportedModelError(
+                    f"layer {layer} caches {name} as {shape}: expected [rows, heads, tokens, dim]"
+                )
+        if key.shape[:3] != value.shape[:3]:
+            raise UnsupportedModelError(
+                f"layer {layer} caches K of shape {tuple(key.shape)} and V of shape {tuple(value.shape)}: expected "
+                "equal heads and tokens"
+            )
+        self.shapes[layer].append((key.shape[1], key.shape[3], value.shape[3]))
+        self.dtypes.add(key.dtype)
+
+
+def with_real_shapes(model: PreTrainedModel, plan: ModelPlan) -> ModelPlan:
+    """The plan with the heads and dims that the model really caches, seen in a pass over a few tokens.
+
+    Raises UnsupportedModelError when layers differ, don't cache, or can't run on a cache that hands K and V through.
+    """
+    tokens = min(_SHAPE_TOKENS, plan.max_positions or _SHAPE_TOKENS)
+    ids = torch.arange(tokens).remainder(vocabulary_of(model)).view(1, -1).to(plan.device)
+    cache = _ShapesCache(plan.layers)
+    try:
+        with torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{plan.name}: {error}") from error
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedModelError(
+            f"{plan.name} ({model.config.model_type}) does not run on a cache of keys and values alone "
+            f"({type(error).__name__}: {error}); use its native cache, or a model that transformers itself implements"
+        ) from error
+    wrong = [layer for layer, seen in enumerate(cache.shapes) if len(seen) != 1]
+    if wrong:
+        raise UnsupportedModelError(
+            f"{plan.name} ({model.config.model_type}): layers {wrong} updated the cache "
+            f"{[len(cache.shapes[layer]) for layer in wrong]} times in one forward pass; expected once each. Remote "
+            "code that keeps its own cache can't be served: use the model's implementation in transformers"
+        )
+    shapes = {seen[0] for seen in cache.shapes}
+    if len(shapes) > 1:
+        raise UnsupportedModelError(
+            f"{plan.name}: its layers cache K and V of different shapes, (heads, K dim, V dim) {sorted(shapes)}; this "
+            "version needs all layers alike"
+        )
+    if cache.dtypes != {model.dtype}:
+        raise UnsupportedModelError(f"{plan.name} caches K in {cache.dtypes}; the model's dtype is {model.dtype}")
+    heads, k_dim, v_dim = shapes.pop()
+    return replace(plan, kv_heads=heads, k_dim=k_dim, v_dim=v_dim)
 
 
 class _ObservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # untyped __init_subclass__
     is_sliding = False
 
-    def __init__(self, observed: _ObservingCache, layer: int) -> None:
+    def __init__(self, observed: _ObservingCache | _ShapesCache, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
         self._observed = observed
         self._layer = layer
@@ -100,8 +164,11 @@ def calibrate(model: PreTrainedModel, plan: ModelPlan, codec: str, tokenizer: An
     calibrator = Calibrator(codec, layers=plan.layers, kv_heads=plan.kv_heads, k_dim=plan.k_dim)
     cache = _ObservingCache(plan, calibrator)
     # A plan made under autocast would be another one than the other workers'.
+    last: dict[str, Any] = (
+        {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    )
     with torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
-        model(input_ids=ids.to(plan.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids.to(plan.device), past_key_values=cache, use_cache=True, **last)
     wrong = [layer for layer, count in enumerate(cache.seen) if count != 1]
     if wrong:
         raise UnsupportedModelError(

@@ -13,6 +13,7 @@ from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.call import Call
 from kvstore_client.hook.digest import chain_digests
 from kvstore_client.hook.errors import CacheStateError, UnsupportedInputError
+from kvstore_client.hook.prefix import NO_PADDING
 from kvstore_client.hook.prompt import Prompt, positions_of
 from kvstore_client.hook.report import HitReport, RowReport
 from kvstore_client.hook.state import BLOCKS_AHEAD
@@ -37,6 +38,8 @@ def _generate(attachment: Attachment, stock: Callable[..., Any], args: tuple[Any
     if not reason and given is None:
         try:
             prompt = call.prompt()
+            if attachment.plan.gathers and any(prompt.starts):
+                reason = NO_PADDING
         except UnsupportedInputError as error:
             reason = str(error)
     if reason:

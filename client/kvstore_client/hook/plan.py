@@ -12,12 +12,18 @@ from transformers import PreTrainedModel
 from kvstore_client.hook.errors import UnsupportedModelError
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# A layer with a window keeps all its tokens, too: its attention looks at the last ones.
+_SERVED_LAYERS = ("full_attention", "sliding_attention")
 _ROPE_WITH_REGIMES = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Shapes, limits and device of a model that can be served. `max_positions` is 0 when the config has no limit."""
+    """Shapes, limits and device of a model that can be served. `max_positions` is 0 when the config has no limit.
+
+    `gathers` says why the model's own attention computes on K and V that are dequantized for it; empty where the cache
+    attends on its blocks.
+    """
 
     name: str
     layers: int
@@ -28,6 +34,7 @@ class ModelPlan:
     dtype: str
     max_positions: int
     device: torch.device
+    gathers: str = ""
 
     @property
     def layer_group(self) -> str:
@@ -99,9 +106,19 @@ def model_plan(model: Any) -> ModelPlan:
         k_dim=head_dim,
         v_dim=head_dim,
         dtype=_DTYPES[model.dtype],
-        max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
+        max_positions=_max_positions(config),
         device=device,
+        gathers=_own_attention(model),
     )
+
+
+def _max_positions(config: Any) -> int:
+    """What a config calls the longest sequence; 0 if it says nothing."""
+    for name in ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "seq_length"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
 
 
 def _check_layers(name: str, config: Any) -> None:
@@ -109,11 +126,6 @@ def _check_layers(name: str, config: Any) -> None:
         raise UnsupportedModelError(
             f"{name} ({config.model_type}) is multimodal: its keys depend on more than token ids, which this version "
             "doesn't cover; attach a text model"
-        )
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(
-            f"{name} ({config.model_type}) uses latent attention (kv_lora_rank {config.kv_lora_rank}): its cache "
-            "entries are expanded after the update, which this version doesn't serve"
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(
@@ -123,10 +135,10 @@ def _check_layers(name: str, config: Any) -> None:
     if not getattr(config, "num_hidden_layers", None) or not getattr(config, "num_attention_heads", None):
         raise UnsupportedModelError(f"{name} ({config.model_type}) has no attention layers in its config")
     for index, kind in enumerate(layer_types(config)):
-        if kind != "full_attention":
+        if kind not in _SERVED_LAYERS:
             raise UnsupportedModelError(
                 f"{name} ({config.model_type}): layer {index} is {kind}; this version serves models whose layers are "
-                "all full attention"
+                f"all {' or '.join(_SERVED_LAYERS)}"
             )
     rope = getattr(config, "rope_parameters", None)
     regimes = [rope] if isinstance(rope, dict) and "rope_type" in rope else list((rope or {}).values())
@@ -143,17 +155,6 @@ def _check_attention(name: str, model: PreTrainedModel) -> None:
     kind = model.config.model_type
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(f"{name} ({kind}) has recurrent state, which this version doesn't serve")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} ({kind}) has attention code of its own instead of transformers' attention interface, so the cache "
-            "can't compute its attention"
-        )
-    if getattr(model.config, "reorder_and_upcast_attn", False):
-        raise UnsupportedModelError(f"{name} ({kind}) has reorder_and_upcast_attn, which the cache's attention hasn't")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedModelError(
-            f"{name} ({kind}) takes no position_ids, so padded rows can't be given their own positions"
-        )
     implementation = str(model.config._attn_implementation or "eager")  # noqa: SLF001  no public name
     if "flash" in implementation or "flex" in implementation or "paged" in implementation:
         raise UnsupportedModelError(
@@ -165,6 +166,19 @@ def _check_attention(name: str, model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} has generation_config.cache_implementation {chosen!r}, which chooses another cache: set it to None"
         )
+
+
+def _own_attention(model: PreTrainedModel) -> str:
+    """Why the cache can't compute this model's attention, but the model itself on tensors; empty if it can."""
+    if not getattr(model, "_supports_attention_backend", False):
+        return "it has attention code of its own instead of transformers' attention interface"
+    if getattr(model.config, "kv_lora_rank", None):
+        return "it caches latents, which it expands for its attention"
+    if getattr(model.config, "reorder_and_upcast_attn", False):
+        return "it has reorder_and_upcast_attn, which the cache's attention hasn't"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "it takes no position_ids, so padded rows can't be given their own positions"
+    return ""
 
 
 def _device_of(name: str, model: PreTrainedModel) -> torch.device:

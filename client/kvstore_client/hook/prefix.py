@@ -13,6 +13,7 @@ import torch
 from kvstore_client.blocks import Block, Match
 from kvstore_client.hook.cache import KVStoreCache
 from kvstore_client.hook.digest import chain_digests
+from kvstore_client.hook.errors import UnsupportedInputError
 from kvstore_client.hook.firsttoken import FirstKV
 from kvstore_client.hook.prompt import Prompt
 from kvstore_client.hook.report import HitReport, RowReport, describe
@@ -28,6 +29,7 @@ _CPU = torch.device("cpu")
 # No wait for another worker lasts longer, whatever the estimate.
 MAX_WAIT_S = 30.0
 _WAIT_SLICE_MS = 500
+NO_PADDING = "the model's attention is its own, so the cache can't tell it where a padded row begins"
 # Slots without a digest for each row: the copied last block, and what comes next.
 _ANONYMOUS = 1 + BLOCKS_AHEAD
 _COMMITTED, _IN_FLIGHT = "committed", "in_flight"
@@ -46,6 +48,7 @@ def open_cache(
     max_block_error: float | None = None,
     background: bool = False,
     first_token: Callable[[bytes, int], FirstKV] | None = None,
+    gathers: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> KVStoreCache:
     """A cache with the prompt's held prefix, slots reserved for the rest; its `report` says what was found.
@@ -55,12 +58,15 @@ def open_cache(
     another one that is at it. `max_block_error`: held blocks with a larger error aren't used. `background`: returns
     before the store has answered; the cache is filled at its first use, which then raises what would have been raised
     here. `first_token` gives the exact K and V of a token that prompts begin with, of the model of a fingerprint.
-    Raises LocalBudgetExceeded when not even the used part of a block can be copied.
+    `gathers`: see CacheState. Raises LocalBudgetExceeded when not even the used part of a block can be copied;
+    UnsupportedInputError for padding that such a cache can't have.
     """
+    if gathers and any(prompt.starts):
+        raise UnsupportedInputError(NO_PADDING)
     report = HitReport(path="kvstore", rows=[RowReport(prompt_tokens=len(ids)) for ids in prompt.ids])
     request = store.open_request(namespace, max_block_error=max_block_error)
     pool = BlockPool(request, namespace, device)
-    state = CacheState(pool, clock)
+    state = CacheState(pool, clock, gathers=gathers)
     cache = KVStoreCache(state)
     try:
         state.report = report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from kvstore_kernels.codecs.plan import CodecPlan
 from kvstore_kernels.layout import BlockLayout
@@ -41,7 +43,7 @@ def local_cache(plan: ModelPlan, codec_plan: CodecPlan, *, max_blocks: int = 64)
     )
     request = LocalRequest(layout, max_blocks=max_blocks, device=plan.device)
     pool = BlockPool(request, Namespace(identity, codec_plan), plan.device)
-    return KVStoreCache(CacheState(pool))
+    return KVStoreCache(CacheState(pool, gathers=bool(plan.gathers)))
 
 
 def self_check(model: PreTrainedModel, plan: ModelPlan) -> float:
@@ -52,7 +54,7 @@ def self_check(model: PreTrainedModel, plan: ModelPlan) -> float:
     vocabulary = vocabulary_of(model)
     longest = min(max(_LENGTHS), max(2, (plan.max_positions or 64) - _STEPS))
     lengths = [min(length, longest) for length in _LENGTHS]
-    lengths[1] = max(1, longest - 4)
+    lengths[1] = longest if plan.gathers else max(1, longest - 4)
     ids = torch.arange(2 * longest).mul(7919).add(13).remainder(vocabulary).view(2, longest)
     mask = torch.ones(2, longest, dtype=torch.int64)
     mask[1, : longest - lengths[1]] = 0
@@ -99,9 +101,11 @@ def _run(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     logits: list[torch.Tensor] = []
     chosen: list[torch.Tensor] = []
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     for step in range(_STEPS):
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        placed = {"position_ids": positions} if takes_positions else {}
+        out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **placed)
         # Padding has no defined logits.
         logits.append(out.logits[mask[:, -ids.shape[1] :].bool()])
         ids = out.logits[:, -1:].argmax(-1) if forced is None else forced[step]

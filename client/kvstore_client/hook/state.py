@@ -36,8 +36,10 @@ class CacheState:
     A decode step never waits for the device. One thread at a time; copies may live in other threads.
     """
 
-    def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pool: BlockPool, clock: Callable[[], float] = time.monotonic, *, gathers: bool = False) -> None:
+        """`gathers`: the model's own attention is given K and V as tensors; rows have no padding then."""
         self.pool = pool
+        self.gathers = gathers
         self.opening: OpeningLike | None = None  # to be ended before the first use
         self.device = pool.device
         self.codec = pool.codec
@@ -329,7 +331,7 @@ class CacheState:
     def fork(self) -> CacheState:
         """A copy that shares all blocks until one of the two writes."""
         self.check_settled()
-        other = CacheState(self.pool, self.clock)
+        other = CacheState(self.pool, self.clock, gathers=self.gathers)
         other.rows = [row.copy() for row in self.rows]
         for row in other.rows:
             self.pool.share(row.blocks)

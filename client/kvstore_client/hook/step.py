@@ -43,6 +43,7 @@ class Step:
         "starts",
         "table",
         "targets",
+        "windows",
     )
 
     def __init__(
@@ -72,8 +73,9 @@ class Step:
         self.inside = inside if any(inside) else None
         self.targets = [RowTarget(skip, have) for skip, have in zip(inside, self.history, strict=True)]
         self.fresh = past == 0 or q > MAX_DECODE_TOKENS
-        # Every layer must bring it back.
+        # Every layer must bring it back, or one of those that stand for a window, with their tokens.
         self.mask = mask
+        self.windows: list[tuple[torch.Tensor, int]] = []
         # Whether positions on a CUDA device are worth waiting for; those on a CPU always are.
         self.look_at_positions = look_at_positions
         self._checked = False
@@ -91,10 +93,12 @@ class Step:
         extra: dict[str, Any],
     ) -> torch.Tensor:
         """Attention of one layer -> [rows, q, q_heads, v_dim]. UnsupportedInputError for what it can't honour."""
-        if not self._checked or mask is not self.mask:
-            self._check(module, mask, dropout, extra)
-        # Same names as the model's call: a new one must be looked at, not ignored.
-        softcap, window, sinks = extra.get("softcap"), extra.get("sliding_window"), extra.get("s_aux")
+        window = None if mask is self.mask else self._window_of(mask)
+        if not self._checked:
+            self._check(module, dropout, extra)
+        # Same names as the model's call: a new one must be looked at, not ignored. The window is the mask's, as it is
+        # for torch's attention.
+        softcap, sinks = extra.get("softcap"), extra.get("s_aux")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if self.fresh:
             return prefill_attention(
@@ -115,15 +119,29 @@ class Step:
             query, self.codec, layer, self.table, scaling=scale, softcap=softcap, sliding_window=window, sinks=sinks
         )
 
-    def _check(self, module: Any, mask: Any, dropout: float, extra: dict[str, Any]) -> None:
+    def windowed(self, window: int) -> torch.Tensor:
+        """What the mask function returns for layers that see so many tokens, their own included."""
+        for mask, known in self.windows:
+            if known == window:
+                return mask
+        # Another object for the same numbers.
+        mask = self.mask.view(self.mask.shape)
+        self.windows.append((mask, window))
+        return mask
+
+    def _window_of(self, mask: Any) -> int:
+        for known, window in self.windows:
+            if mask is known:
+                return window
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else mask
+        raise UnsupportedInputError(
+            f"attention mask of shape {shape} given to the attention; with this cache pass a 2-D attention_mask "
+            "[rows, cached + new tokens] with the padding on the left, or none"
+        )
+
+    def _check(self, module: Any, dropout: float, extra: dict[str, Any]) -> None:
         if module.training or dropout:
             raise UnsupportedInputError("the cache is for inference only, and the model is training: call model.eval()")
-        if mask is not self.mask:
-            shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else mask
-            raise UnsupportedInputError(
-                f"attention mask of shape {shape} given to the attention; with this cache pass a 2-D attention_mask "
-                "[rows, cached + new tokens] with the padding on the left, or none"
-            )
         if extra.get("is_causal") is False or extra.get("position_bias") is not None:
             raise UnsupportedInputError("the cache's attention is causal and has no position bias")
         if extra.get("output_attentions"):
@@ -183,6 +201,22 @@ class Stored:
             with torch.no_grad():
                 return self.attend(module, query, mask, scaling, dropout, extra)
         return self._step.attend(self._layer, module, query, self._key, self._value, mask, scaling, dropout, extra)
+
+    def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All K and V of the layer, dequantized, in the model's dtype: [rows, kv_heads, past + q, dim].
+
+        What is fresh is exact where the cache's own attention would take it so.
+        """
+        step, key, value = self._step, self._key, self._value
+        if not step.past:
+            return key, value
+        end = step.past + step.q
+        pairs = [step.codec.read(self._layer, step.table, row, 0, end) for row in range(len(step.starts))]
+        keys, values = (torch.stack([pair[part] for pair in pairs]) for part in (0, 1))
+        keys, values = keys.to(key.dtype), values.to(value.dtype)
+        if step.fresh:
+            keys[:, :, step.past :], values[:, :, step.past :] = key, value
+        return keys, values
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CacheStateError(
