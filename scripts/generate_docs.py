@@ -21,7 +21,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "demo.json"
 SEED_RESULTS = ROOT / "benchmarks" / "results" / "seed.json"
 FIDELITY_RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
 REPORTS = ROOT / "docs" / "field-reports.tsv"
-_REPORT_ID = re.compile(r"\bb\d{3}\b")
+# Also at the end of a name: test_..._b001.
+_REPORT_ID = re.compile(r"(?<![A-Za-z0-9])b\d{3}(?![A-Za-z0-9])")
 
 
 def demo_table(results: dict[str, Any] | None) -> str:

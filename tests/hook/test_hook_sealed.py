@@ -15,7 +15,9 @@ SEALED = tuple(SEALED_BITS)
 
 
 @pytest.mark.parametrize("codec", SEALED)
-def test_a_hit_reads_what_was_stored_and_the_first_token_exactly(kit: Any, store: Any, llama: Any, codec: str) -> None:
+def test_a_hit_reads_what_was_stored_and_the_first_token_exactly_b051(
+    kit: Any, store: Any, llama: Any, codec: str
+) -> None:
     ids = kit.ids_of(150, 2)
     with attach(store, llama, codec=codec) as attachment:
         kept = llama.generate(ids, max_new_tokens=1, do_sample=False, return_dict_in_generate=True).past_key_values
