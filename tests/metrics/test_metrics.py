@@ -3,7 +3,6 @@
 import shutil
 import socket
 import tempfile
-import urllib.error
 import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -86,3 +85,12 @@ def test_an_address_that_leaves_loopback_needs_a_flag():
     with pytest.raises(ConfigurationError, match=r"--metrics 0\.0\.0\.0:1.*--metrics-public"):
         load_config({"address": "/tmp/kv.sock", "metrics": "0.0.0.0:1"}, {})
     assert load_config({"address": "/tmp/kv.sock", "metrics": "0.0.0.0:1", "metrics_public": "1"}, {}).metrics_public
+
+
+def test_too_many_connections_hear_so_and_later_ones_are_served(service):
+    where = urlsplit(service.metrics)
+    peers = [socket.create_connection((where.hostname, where.port), timeout=10) for _ in range(32)]
+    assert "503" in say(service, b"")
+    for peer in peers:
+        peer.close()
+    assert scrape(service)
