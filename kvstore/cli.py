@@ -31,6 +31,13 @@ def serve(
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="Let --listen leave loopback, unprotected.")
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Serve metrics for Prometheus over HTTP; loopback only."),
+    ] = None,
+    metrics_public: Annotated[
+        bool | None, typer.Option("--metrics-public", help="Let --metrics leave loopback; they are read-only.")
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Holds the blocks: cpu, cuda, cuda:N or GPU-UUID [default: cpu].")
     ] = None,
@@ -62,6 +69,7 @@ def serve(
 
     given = {
         "address": address, "listen": listen, "insecure": insecure, "device": device,
+        "metrics": metrics, "metrics_public": metrics_public,
         "slab_kind": slab_kind, "budget": budget,
         "namespace_budget": namespace_budget, "max_sessions": max_sessions, "grace": grace,
         "session_grace": session_grace, "json_logs": json_logs, "log_level": log_level,

@@ -43,13 +43,16 @@ class ServiceConfig:
 
     Sizes are in bytes, times in seconds. `device` is "cpu", "cuda", "cuda:N" or "GPU-<uuid>"; `slab_kind` says how GPU
     memory travels: "vmm" by descriptor, "legacy" by IPC handle, "auto" = vmm. `listen` is "host:port" or empty for no
-    TCP. `namespace_max_bytes` = 0 leaves the whole budget to every namespace. `grace_s` is what calls get to finish at
+    TCP. `metrics` is the same for metrics over HTTP, which `metrics_public` lets leave loopback.
+    `namespace_max_bytes` = 0 leaves the whole budget to every namespace. `grace_s` is what calls get to finish at
     the stop, `session_grace_s` is how long a session that no process descriptor watches outlives its stream.
     """
 
     address: Path
     listen: str = ""
     insecure: bool = False
+    metrics: str = ""
+    metrics_public: bool = False
     device: str = "cpu"
     slab_kind: str = "auto"
     budget_bytes: int = 4 * 2**30
@@ -68,6 +71,14 @@ class ServiceConfig:
                 raise ConfigurationError(
                     f"--listen {self.listen}: anybody who reaches that address could read and write the cache. "
                     "Expected a loopback address such as 127.0.0.1:7400: add --insecure if the network is trusted"
+                )
+        if self.metrics:
+            host, _ = split_host_port(self.metrics, "--metrics")
+            if not self.insecure and not self.metrics_public and not _is_loopback(host):
+                raise ConfigurationError(
+                    f"--metrics {self.metrics}: anybody who reaches that address could read names of models and how "
+                    "the service is used. Expected a loopback address such as 127.0.0.1:7401: add --metrics-public if "
+                    "they may"
                 )
         if not _DEVICE.fullmatch(self.device):
             raise ConfigurationError(
@@ -189,12 +200,12 @@ def shorten(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
-def split_host_port(text: str) -> tuple[str, int]:
+def split_host_port(text: str, option: str = "--listen") -> tuple[str, int]:
     """Host and port of "host:port". ConfigurationError when it is none."""
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise ConfigurationError(
-            f"--listen {shorten(text)!r}. Expected host:port, for example 127.0.0.1:7400 (port 0 = any free one)"
+            f"{option} {shorten(text)!r}. Expected host:port, for example 127.0.0.1:7400 (port 0 = any free one)"
         )
     return host, int(port)
 
@@ -270,6 +281,8 @@ _PARSERS: dict[str, Any] = {
     "address": _parse_address,
     "listen": str,
     "insecure": _parse_bool,
+    "metrics": str,
+    "metrics_public": _parse_bool,
     "device": str,
     "slab_kind": str.lower,
     "budget": parse_size,

@@ -53,9 +53,13 @@ class ClientLeft:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Server → supervisor: all sockets are served; `listen` is the TCP address with its real port, or empty."""
+    """Server → supervisor: all sockets are served; `listen` is the TCP address with its real port, or empty.
+
+    `metrics` is the URL of the metrics, or empty.
+    """
 
     listen: str
+    metrics: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,11 @@ class ServiceProcess:
     block stops it.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], address: Path, listen: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], address: Path, listen: str, metrics: str = "") -> None:
         self._process = process
         self.address = address
         self.listen = listen
+        self.metrics = metrics
 
     @classmethod
     def start(
@@ -67,7 +68,9 @@ class ServiceProcess:
                 f"the service on {address} did not start (exit code {code}). Expected it to serve within "
                 f"{deadline_s:.0f} s: see its error output"
             )
-        return cls(process, address, lines[1] if len(lines) > 1 else "")
+        metrics = next((line for line in lines[1:] if line.startswith("http://")), "")
+        listen = next((line for line in lines[1:] if line != metrics), "")
+        return cls(process, address, listen, metrics)
 
     @property
     def pid(self) -> int:

@@ -103,6 +103,17 @@ def serve_options() -> str:
     return _markdown(["option", "variable", "what"], lines)
 
 
+def metrics_table() -> str:
+    """Every metric of the service."""
+    from kvstore.metrics.catalog import rows
+
+    lines = [
+        [f"`{name}`", kind, ", ".join(f"`{label}`" for label in labels), meaning]
+        for name, kind, labels, meaning in rows()
+    ]
+    return _markdown(["metric", "type", "labels", "meaning"], lines)
+
+
 def client_settings() -> str:
     """Fields of ClientConfig with their defaults and attribute docstrings."""
     from kvstore_client import config
@@ -152,6 +163,7 @@ def generate() -> dict[Path, str]:
         ("docs/gpu.md", "seed", lambda: seed_table(seed)),
         ("docs/fidelity.md", "fidelity", lambda: fidelity_table(fidelity)),
         ("docs/configuration.md", "serve", serve_options),
+        ("docs/metrics.md", "metrics", metrics_table),
         ("docs/configuration.md", "client", client_settings),
         ("docs/field-reports.md", "reports", field_reports),
     )

@@ -54,6 +54,10 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # comes wit
             return int(_Status.SERVICE_UNKNOWN)
         return int(_Status.NOT_SERVING if self._draining or self._found else _Status.SERVING)
 
+    def why_not_ready(self) -> str | None:
+        """What keeps the service from working, in words; None when it is ready."""
+        return "the service is about to stop" if self._draining else self._found
+
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:

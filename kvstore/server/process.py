@@ -16,6 +16,8 @@ from kvstore.device.cpu import CpuDevice
 from kvstore.device.opening import open_device
 from kvstore.errors import LimitReachedError, ServiceUnavailableError
 from kvstore.log import configure_logging
+from kvstore.metrics.collector import render, renderer
+from kvstore.metrics.endpoint import MetricsEndpoint
 from kvstore.server.control_link import ControlLink
 from kvstore.server.health import Health
 from kvstore.server.listeners import ADMIN_SERVICE, WORKER_SERVICES, Listeners
@@ -118,6 +120,10 @@ class Server:
             on_closed=self._supervisor_gone,
         )
         self._health = Health((*WORKER_SERVICES, ADMIN_SERVICE), self._workers.stuck)
+        self._metrics: MetricsEndpoint | None = None
+        if config.metrics:
+            registry = renderer(self._core)
+            self._metrics = MetricsEndpoint(config.metrics, lambda: render(registry), self._health.why_not_ready)
         self._listeners = Listeners(
             config,
             SessionService(self._core, session_grace_s=config.session_grace_s),
@@ -130,8 +136,10 @@ class Server:
         """Serves all sockets and says so. StartError, or an error of the device, when it can't."""
         await self._core.offer_probe()
         await self._listeners.start()
+        if self._metrics is not None:
+            await self._metrics.start()
         self._core.spawn(self._health.run())
-        self._core.link.send(Ready(self._listeners.listen))
+        self._core.link.send(Ready(self._listeners.listen, "" if self._metrics is None else self._metrics.url))
 
     async def serve(self) -> str:
         """Serves until told to stop; returns what went wrong, if anything."""
@@ -146,6 +154,9 @@ class Server:
 
     async def close(self, grace_s: float) -> None:
         await self._listeners.stop(grace_s)
+        # After the calls: whoever asks meanwhile hears why the service is not ready.
+        if self._metrics is not None:
+            self._metrics.close()
         await self._core.close()
         self._core.clients.close()
         self._core.link.close()

@@ -17,6 +17,7 @@ from kvstore.errors import KvstoreError, NotHeldError, ServiceUnavailableError, 
 from kvstore.log import LimitedLog
 from kvstore.server.control_link import ControlLink
 from kvstore.server.workers import Workers
+from kvstore.service.call_times import CallTimes
 from kvstore.service.clients import Clients
 from kvstore.service.sessions import SessionTable
 from kvstore.store.events import (
@@ -72,6 +73,7 @@ class Core:
         self.stopping = False
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.calls = CallTimes()
         self.store = store
         self.sessions = sessions
         self.boot_id = boot_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -75,17 +76,26 @@ def _check_deadline(context: grpc.aio.ServicerContext[Any, Any]) -> None:
 
 
 def guarded(method: Method) -> Method:
-    """Wraps an RPC handler: errors become status codes, a call whose deadline has passed is not begun."""
+    """Wraps an RPC handler: errors become status codes, a late call is not begun, and how long it took is counted."""
 
     @functools.wraps(method)
-    async def call(self: object, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def call(self: Any, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        began, code = time.perf_counter(), "CANCELLED"
         try:
             _check_deadline(context)
-            return await method(self, parsed(request), context)
+            response = await method(self, parsed(request), context)
+            code = "OK"
         except grpc.aio.AbortError:
+            code = "ABORTED"
             raise
         # The boundary of the process: whatever a handler raises, the server goes on and the client hears of it.
         except Exception as error:  # noqa: BLE001
-            await context.abort(*status_of(error))
+            status, text = status_of(error)
+            code = status.name
+            await context.abort(status, text)
+        else:
+            return response
+        finally:
+            self._core.calls.observe(method.__name__, code, time.perf_counter() - began)
 
     return call  # type: ignore[return-value]

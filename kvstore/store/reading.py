@@ -49,6 +49,14 @@ class Reading:
             reason, age = self._why(session, namespace, digests, held, bound)
             asked = len(digests) // DIGEST_BYTES
             counters.lookups += 1
+            if reason is MissReason.COMPLETE:
+                counters.found_all += 1
+            else:
+                counters.misses[reason] += 1
+                if held:
+                    counters.found_part += 1
+                else:
+                    counters.found_none += 1
             counters.lookup_blocks += asked
             counters.hit_blocks += held
             counters.lookup_tokens += asked * namespace.spec.block_tokens

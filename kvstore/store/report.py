@@ -29,7 +29,8 @@ def store_stats(state: StoreState) -> StoreStats:
         blocks_pinned=sum(len(namespace.protected()) for namespace in state.namespaces.values()),
     )
     leases = sum(len(session.leases) for session in state.sessions.values())
-    return StoreStats((device,), replace(state.counters), leases, len(state.sessions))
+    counters = replace(state.counters, misses=dict(state.counters.misses))
+    return StoreStats((device,), counters, leases, len(state.sessions))
 
 
 def namespace_stats(state: StoreState, namespace: Namespace) -> NamespaceStats:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvstore.store.types import MissReason
 
 
 @dataclass(slots=True)
 class Counters:
-    """Sums since the store began."""
+    """Sums since the store began.
+
+    Invariants: lookups = found_all + found_part + found_none; misses by reason sum up to found_part + found_none.
+    """
 
     lookups: int = 0
+    found_all: int = 0
+    found_part: int = 0
+    found_none: int = 0
+    misses: dict[MissReason, int] = field(
+        default_factory=lambda: {reason: 0 for reason in MissReason if reason is not MissReason.COMPLETE}
+    )
     lookup_blocks: int = 0
     lookup_tokens: int = 0
     hit_blocks: int = 0

@@ -241,7 +241,7 @@ class Supervisor:
                 self._table.end_client(message)
             case Ready():
                 self._ready = True
-                listen = [message.listen] if message.listen else []
+                listen = [address for address in (message.listen, message.metrics) if address]
                 try:
                     self._announce([f"unix:{self._config.address}", *listen])
                 except BrokenPipeError:

@@ -1,0 +1,1 @@
+"""Metrics for Prometheus, and liveness and readiness, over plain HTTP. Read-only."""
