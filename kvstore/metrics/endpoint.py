@@ -112,7 +112,11 @@ class MetricsEndpoint:
         if words[0] != b"GET":
             return _refusal(HTTPStatus.METHOD_NOT_ALLOWED, "expected GET: nothing can be changed here")
         if path == b"/metrics":
-            return HTTPStatus.OK, METRICS_TEXT, self._render()
+            try:
+                return HTTPStatus.OK, METRICS_TEXT, self._render()
+            except Exception:  # the boundary: whatever a metric raises, the scraper hears of it and the service goes on
+                _logger.exception("the metrics can't be rendered")
+                return _refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the metrics failed: see the service's log")
         problem = self._why_not_ready() if path == b"/readyz" else None
         if problem is not None:
             return _refusal(HTTPStatus.SERVICE_UNAVAILABLE, problem)

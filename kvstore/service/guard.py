@@ -75,6 +75,12 @@ def _check_deadline(context: grpc.aio.ServicerContext[Any, Any]) -> None:
         raise DeadlinePassedError("the deadline passed before the call began. Expected it to be in the future")
 
 
+def _code_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """What a handler aborted its call with."""
+    code: Any = context.code()
+    return code.name if isinstance(code, grpc.StatusCode) else "ABORTED"
+
+
 def guarded(method: Method) -> Method:
     """Wraps an RPC handler: errors become status codes, a late call is not begun, and how long it took is counted."""
 
@@ -86,7 +92,7 @@ def guarded(method: Method) -> Method:
             response = await method(self, parsed(request), context)
             code = "OK"
         except grpc.aio.AbortError:
-            code = "ABORTED"
+            code = _code_of(context)
             raise
         # The boundary of the process: whatever a handler raises, the server goes on and the client hears of it.
         except Exception as error:  # noqa: BLE001

@@ -104,8 +104,8 @@ def _window_note(shape: KVShape, budget_bytes: int, native_token: int) -> str:
     if not shape.windowed:
         return ""
     text = (
-        f"{shape.windowed} of {shape.layers} layers look back {shape.window or 'some'} tokens only and this version's "
-        "attach() refuses such models; all layers are counted in full, here and for DynamicCache"
+        f"{shape.windowed} of {shape.layers} layers look back {shape.window or 'some'} tokens only; this version "
+        "keeps all their tokens (and refuses chunks): all layers are counted in full, here and for DynamicCache"
     )
     layer_token = native_token // shape.layers
     # transformers keeps one token less than the window.
